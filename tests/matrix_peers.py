@@ -58,12 +58,7 @@ def shampoo(
 
 
 def soap(
-    lr: float = 0.05,
-    decay: float = 0.1,
-    betas: tuple[float, float] = (0.9, 0.8),
-    eps: float = 1e-8,
-    every: int = 3,
-    max_size: int = 8,
+    lr: float = 0.05, decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.8), every: int = 3, max_size: int = 8
 ) -> Peer:
     """Vyas et al., 2024, Algorithms 3 and 4, with the first step and the order of eigenvalues of the authors' code."""
     b1, b2 = betas
@@ -80,7 +75,7 @@ def soap(
         rotated = left.mT @ g @ right
         state["m"] = b1 * state["m"] + (1 - b1) * g
         state["v"] = b2 * state["v"] + (1 - b2) * rotated**2
-        direction = left @ ((left.mT @ state["m"] @ right) / (state["v"].sqrt() + eps)) @ right.mT
+        direction = left @ ((left.mT @ state["m"] @ right) / (state["v"].sqrt() + 1e-8)) @ right.mT
         s = t - 1
         w = w - lr * (1 - b2**s) ** 0.5 / (1 - b1**s) * direction
         w = w - lr * decay * w

@@ -20,7 +20,7 @@ from depth import at_most, dealt, depth, each, every, mark_seldom, seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import numbers, shards_of
+from parity import numbers, refused, shards_of
 from peer_models import MLP, Net, chain
 from ranks import mesh_of, real_ranks
 from test_memory import Alive, Peak, no_collector
@@ -162,10 +162,7 @@ USUAL = ["shard", "kept", "replicated", "remat", "bf16", "codec", "all axes", "f
 @real_ranks(lambda shape: math.prod(shape))
 def test_on_ranks(rank: int, shape: tuple[int, ...], strategy: str, keep: str, way: str) -> None:
     """The mean, the sum, and the sum over a number, with aux, penalties and an unused unit; over two axes "shards" reduces
-    over one of them at the end.
-
-    Beside each micro-batch by itself, and beside plain autograd of all ranks' micro-batches.
-    """
+    over one of them at the end. Beside each micro-batch by itself, and beside plain autograd of all ranks' micro-batches."""
     p = STRATEGIES[strategy]
     model = Some()
     spec = policy(p, P("shard"))(model).on(mesh_of(1, 2) if p.axes[1:] and len(shape) == 1 else mesh_of(*shape))
@@ -306,8 +303,7 @@ def test_of_some_axes_only() -> None:
         for keep in KEEPS:
             sent = sent_by(model, spec, keep=keep, reduce_axes="shard").all
             assert {s.op for s in sent} == {"all_gather", "reduce_scatter"}
-        with pytest.raises(ValueError, match="split over axis 'shard'"):
-            sent_by(model, spec, reduce_axes=["replicate"])
+        refused(ValueError, "split over axis 'shard'", lambda: sent_by(model, spec, reduce_axes=["replicate"]))
 
 
 def test_weights_are_summed_up_once() -> None:
@@ -355,10 +351,8 @@ def test_what_lives_from_one_micro_batch_to_the_next(keep: str) -> None:
 @each(use=["penalty", "derived", "remat", "unshard"])
 @real_ranks(2)
 def test_weights_and_a_loss_that_uses_its_shards(rank: int, use: str) -> None:
-    """The mean is right with a penalty; elsewhere replicas would differ without a word.
-
-    Replicas: a loss that uses the shards beside functional_call, where the ranks' weights differ.
-    """
+    """The mean is right with a penalty; elsewhere replicas would differ without a word. Replicas: a loss that uses the
+    shards beside functional_call, where the ranks' weights differ."""
     model, weights = chain(2), [[1.0, 2.0], [3.0, 4.0]]
     (spec, params), xs = shards_of(fs.by_type(MLP, p=P()), model), [[numbers(r, i) for i in range(2)] for r in range(2)]
 
@@ -386,13 +380,11 @@ def test_weights_and_a_loss_that_uses_its_shards(rank: int, use: str) -> None:
         full = {name: t.detach() for name, t in model.named_parameters()}
         close(run("mean"), fs.shard(fs.grad(plain)(full), spec))
         for reduce in ("sum", 3.0):
-            with pytest.raises(ValueError, match=r"unit '0': .*reduce=.*uses the shard itself, .* replicas differ"):
-                run(reduce)
+            refused(ValueError, r"unit '0': .*reduce=.*uses the shard itself, .* replicas differ", lambda: run(reduce))
         idle = fs.accumulate(sharded, params, xs[rank], spec=spec, weights=[rank, rank])[0]  # no weight on the first rank
         assert all(bool(g.isnan().all()) == (rank == 0) for g in idle.values())
     else:
-        with pytest.raises(ValueError, match=r"unit '0': accumulate.weights=.: .* expected functional_call of the shards"):
-            run("mean")
+        refused(ValueError, r"unit '0': accumulate.weights=.: .* expected functional_call of the shards", lambda: run("mean"))
 
 
 def test_weights_are_of_the_ranks_that_are_reduced_over() -> None:
@@ -607,8 +599,7 @@ def test_nothing_of_the_callers_is_changed() -> None:
 
     handed: fs.Params = {}
     first, _ = fs.accumulate(loss, params, [x, x], spec=spec)
-    with pytest.raises(KeyError, match="mine"):
-        fs.accumulate(failing, params, [x, x], spec=spec)
+    refused(KeyError, "mine", lambda: fs.accumulate(failing, params, [x, x], spec=spec))
     loss(handed, x, reduce="sum")  # which inside of accumulate would be refused
     second, _ = fs.accumulate(loss, params, [x, x], spec=spec)
     close(second, first)
@@ -672,8 +663,7 @@ def test_refused(what: str) -> None:
     model, spec, params, x = of_chain()
     error, match, options = refusals()[what]
     given: dict[str, Any] = {"params": params, "microbatches": [x] * 2, "spec": spec} | options
-    with pytest.raises(error, match=match):
-        fs.accumulate(lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum(), **given)
+    refused(error, match, lambda: fs.accumulate(lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum(), **given))
 
 
 @at_most(1)
@@ -689,8 +679,7 @@ def test_a_bad_weight_on_one_rank_is_an_error_on_every_rank(rank: int, keep: str
     for bad in (torch.nan, -1.0, True, "1", torch.tensor(-1.0)):
         for batches in ([x, x], iter([x, x])):
             weights: list[Any] = [1.0, bad if rank else 1.0]
-            with pytest.raises(ValueError, match=told):
-                fs.accumulate(loss, params, batches, spec=spec, keep=keep, weights=weights)
+            refused(ValueError, told, lambda: fs.accumulate(loss, params, batches, spec=spec, keep=keep, weights=weights))
     with pytest.raises(ValueError, match="accumulate: expected a weight for each of 2 micro-batches, got 1 on rank 1"):
         fs.accumulate(loss, params, [x, x], spec=spec, keep=keep, weights=[1.0] * (2 - rank))
     with pytest.raises(ValueError, match="weight 0: expected a finite number from 0 on, got nan on rank 1"):
@@ -730,10 +719,8 @@ def test_what_decides_the_reduction(keep: str) -> None:
         fs.accumulate(loss, params, [x], spec=spec, keep=keep)
 
     for options in ({"reduce": "sum"}, {"reduce": 2.0}, {"reduce_axes": ["shard"]}):
-        with pytest.raises(ValueError, match="give them to accumulate"):
-            run(spec, **options)
-    with pytest.raises(ValueError, match="unit '0': functional_call takes the shards of accumulate with another spec"):
-        run(other)
+        refused(ValueError, "give them to accumulate", lambda: run(spec, **options))
+    refused(ValueError, "unit '0': functional_call takes the shards of accumulate with another spec", lambda: run(other))
 
 
 def test_ignored_parameters_are_closed_over() -> None:
@@ -811,7 +798,6 @@ def test_an_object_in_aux_keeps_no_graph(is_recorded: bool) -> None:
         params = fs.shard(model, spec)
         return torch.func.vjp(step, params)[0] if is_recorded else step(params)
 
-    with pytest.raises(TypeError, match=r"aux\['stats'\]: SimpleNamespace holds a tensor that is not detached"):
-        run(detached=False)
+    refused(TypeError, r"aux\['stats'\]: SimpleNamespace holds a tensor that is not detached", lambda: run(detached=False))
     if not is_recorded:
         assert len(run(detached=True)[1][1]) == 2

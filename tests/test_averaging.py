@@ -114,10 +114,8 @@ def test_commutes_with_sharding(case: Case) -> None:
     for rank, want in enumerate(means(many, case.sizes, dict.fromkeys(case.full, tuple(case.sizes)))):
         same(every[rank], want)
     axes = tuple(name for name in case.sizes if not any(name in unit.p.axes for unit in case.spec))
-    before, after = (
-        on_ranks(case.sizes, lambda mesh, p, first=first: both_ways(p, case.spec.on(mesh), axes, first), stacked(many))
-        for first in (True, False)
-    )
+    before = on_ranks(case.sizes, lambda mesh, p: both_ways(p, case.spec.on(mesh), axes, True), stacked(many))
+    after = on_ranks(case.sizes, lambda mesh, p: both_ways(p, case.spec.on(mesh), axes, False), stacked(many))
     for rank in range(n):
         same(before[rank], after[rank])
 

@@ -194,9 +194,7 @@ def test_any_batches(
     gloo2: Pool, shape: tuple[int, ...], counts: list[tuple[int, int]], momentum: float | None, affine: bool, track: bool
 ) -> None:
     """Outside of functional_call, over all processes: BatchNorm of the joined batch, for any shapes and numbers of samples.
-
-    The gradient of the sum over ranks is what a backward on every rank gives: what one rank's value does to all losses.
-    """
+    The gradient of the sum over ranks is what a backward on every rank gives: what one rank's value does to all losses."""
     norm = KINDS[shape](3, momentum=momentum, affine=affine, track_running_stats=track).double()
     if affine:
         nn.init.normal_(norm.weight)
@@ -219,9 +217,8 @@ def test_any_batches(
 def test_compiled(rank: int) -> None:
     """torch.compile, fs.compile and make_fx of a step, statistics among its results, beside the eager one."""
     norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    model = fs.SyncBatchNorm.convert_sync_batchnorm(
-        copy.deepcopy(norm), axes=("replicate", "shard")
-    )  # which the world does not have
+    axes = ("replicate", "shard")  # which the world does not have
+    model = fs.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm), axes=axes)
     spec, xs = fs.policies.whole()(model).on(mesh_of(1, 2)), batch(4, 4)
     full, statistics = dict(norm.named_parameters()), {name: b.clone() for name, b in norm.named_buffers()}
 

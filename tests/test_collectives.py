@@ -12,9 +12,10 @@ from collective_log import world
 from depth import seldom
 from hypothesis import given
 from hypothesis import strategies as st
-from parity import shards_of
+from parity import HIGHER, along, numbers, refused, shards_of, squared_loss
+from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import DeviceMesh
 
 import funshard as fs
@@ -198,8 +199,7 @@ def test_two_axes() -> None:
 )
 def test_errors(call: Callable[[Axis], Tensor], error: type[Exception], match: str) -> None:
     """Bad input is a clear error before any communication."""
-    with pytest.raises(error, match=match):
-        call(ProcessAxis(3))
+    refused(error, match, lambda: call(ProcessAxis(3)))
 
 
 def test_one_rank_is_the_identity() -> None:
@@ -264,12 +264,10 @@ def test_real_ranks(rank: int) -> None:
 def test_axes_without_members() -> None:
     with pytest.raises(ValueError, match=r"an axis of 4 ranks without a process group has no members: expected a DeviceMesh"):
         members(ProcessAxis(4))
-    with pytest.raises(ValueError, match=r"an axis of 4 ranks without a process group"):
-        members(Mesh.of({"shard": 4})["shard"])
+    refused(ValueError, r"an axis of 4 ranks without a process group", lambda: members(Mesh.of({"shard": 4})["shard"]))
 
     def simulated(mesh: Mesh, x: Tensor) -> Tensor:
-        with pytest.raises(ValueError, match=r"a simulated axis of 2 ranks is in one process.* ranks 0\.\.1"):
-            members(mesh["shard"])
+        refused(ValueError, r"a simulated axis of 2 ranks is in one process.* ranks 0\.\.1", lambda: members(mesh["shard"]))
         return x
 
     fs.testing.spmd(simulated, 2)(torch.zeros(2))
@@ -291,13 +289,11 @@ def test_a_spec_bound_to_groups_that_are_gone_is_refused() -> None:
         spec, shards = shards_of(fs.policies.whole(), model)
         fs.unshard(shards, spec)
     message = r"axis 'shard': the spec was bound when this process was rank 0 of 2 in a process group, "
-    with pytest.raises(RuntimeError, match=message + "which is destroyed"):
-        fs.unshard(shards, spec)
+    refused(RuntimeError, message + "which is destroyed", lambda: fs.unshard(shards, spec))
     for rank, size in ((1, 2), (0, 4)):
         with world(size, rank=rank):
             for use in (lambda: fs.unshard(shards, spec), lambda: fs.functional_call(model, shards, spec=spec)):
-                with pytest.raises(RuntimeError, match=message + f"where it is now rank {rank} of {size}: .* bind it again"):
-                    use()
+                refused(RuntimeError, message + f"where it is now rank {rank} of {size}: .* bind it again", use)
     with world(2, rank=0):
         fs.unshard(shards, spec)
 
@@ -315,31 +311,11 @@ def test_a_compiled_step_on_groups_that_are_gone_is_refused() -> None:
             if rank == 0:
                 step(shards)
                 continue
-            with pytest.raises(RuntimeError, match=message + "where it is now rank 1 of 2"):
-                step(shards)
-    with pytest.raises(RuntimeError, match=message + "which is destroyed"):
-        step(shards)
+            refused(RuntimeError, message + "where it is now rank 1 of 2", lambda: step(shards))
+    refused(RuntimeError, message + "which is destroyed", lambda: step(shards))
 
 
 # --- law D: two real ranks agree with the ranks that vmap simulates, for every collective and transform ---
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-def model(blocks: int = 2) -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 5), *(Block(5) for _ in range(blocks)), nn.Linear(5, 2)).double()
-
-
-def data(size: int) -> Tensor:
-    return torch.randn(size, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
 def collective_results(mesh: Mesh, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
@@ -371,25 +347,19 @@ def test_collectives_agree_with_simulated_ranks(rank: int) -> None:
             torch.testing.assert_close(result, simulated[name][i][rank], msg=f"{name}[{i}]")
 
 
-MODEL = model()
-
-
 @real_ranks(2)
 def test_plain_autograd_outside_and_inside(rank: int) -> None:
-    """Double backward, autograd over torch.func, fs.grad in fs.grad: the regathered weights carry every derivative.
-
-    Every way to stack plain autograd and torch.func gives the same second derivative.
-    """
-    (spec, shards), x = shards_of(fs.by_type(Block), MODEL), data(2)[rank]
-    v = {k: t.cos() for k, t in shards.items()}
-
-    def loss(params: dict[str, Tensor]) -> Tensor:
-        return (fs.functional_call(MODEL, params, (x,), spec=spec) ** 2).mean()
+    """Double backward, autograd over torch.func, fs.grad in fs.grad: the regathered weights carry every derivative. Every
+    way to stack plain autograd and torch.func gives the same second derivative."""
+    model, x = Net(2), numbers(rank, 0)
+    spec, shards = shards_of(fs.by_type(MLP), model)
+    v = along(shards)
+    loss = squared_loss(model, spec, x)
 
     def dot(grads: dict[str, Tensor]) -> Tensor:
         return sum((g * v[k]).sum() for k, g in grads.items())
 
-    expected = torch.func.jvp(torch.func.grad(loss), (shards,), (v,))[1]
+    expected = HIGHER["jvp of grad"](loss)(shards)
     leaves = {k: t.clone().requires_grad_() for k, t in shards.items()}
     first = torch.autograd.grad(loss(leaves), list(leaves.values()), create_graph=True)
     double = torch.autograd.grad(dot(dict(zip(leaves, first, strict=True))), list(leaves.values()))

@@ -314,8 +314,7 @@ def check_beside_ddp(rank: int, kind: str, options: dict[str, Any], split: bool)
             squared(peer, *batch(rank, step)).backward()
         want = {n: p.grad.clone() for n, p in peer.module.named_parameters()}
         xy = batch(rank, step)
-        loss = lambda p: squared(lambda x: torch.func.functional_call(model, p, x), *xy)  # noqa: E731
-        grads = torch.func.grad(loss)(full)
+        grads = torch.func.grad(lambda p: squared(lambda x: torch.func.functional_call(model, p, x), *xy))(full)
         if kind == "powersgd" and step >= START and (step == START or not options.get("warm_start", True)):
             passed = started_like_torch(passed, seen, [(n, want[n]) for n in order])
         shards, passed = ours.reduce(grads, passed, spec)
@@ -421,10 +420,8 @@ def sent(compressor: Compressor[Any], policy: fs.Policy, sizes: dict[str, int]) 
 
 @every(split=[False, True], rank=[1, 2, 3])
 def test_powersgd_sends_p_and_q(rank: int, split: bool) -> None:
-    """Of all units at once: (rows + columns) rank elements of each matrix, vectors as they are, in two all-reduces.
-
-    A unit that is split and has no matrix is reduced as without compression.
-    """
+    """Of all units at once: (rows + columns) rank elements of each matrix, vectors as they are, in two all-reduces. A unit
+    that is split and has no matrix is reduced as without compression."""
     vectors = 48 + (0 if split else 64)
     rows, columns = 48 + 32, 64 + 48
     numels = [rank * rows + vectors, rank * columns]

@@ -64,8 +64,7 @@ def in_one_process(readers: int) -> list[Tree]:
 @real_ranks(4)
 def test_four_ranks(rank: int, attention: str, sizes: tuple[int, int]) -> None:
     """Derivatives of first and second order as whole parameters, and the gradient's norm."""
-    mesh = mesh_of(shard=sizes[0], context=sizes[1])
-    spec, xy = example.policy()(MODEL).on(mesh), tokens(sizes[0])[rank // sizes[1]]
+    spec, xy = example.policy()(MODEL).on(mesh_of(shard=sizes[0], context=sizes[1])), tokens(sizes[0])[rank // sizes[1]]
     params, v = fs.shard(FULL, spec), fs.shard(VECTOR, spec)
 
     def loss(params: Tree) -> Tensor:

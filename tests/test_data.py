@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from depth import every, seldom
+from parity import refused
 from ranks import real_ranks
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -74,8 +75,7 @@ def test_each_iteration_goes_on_with_the_next_epoch() -> None:
         assert [batch for _, batch in zip(range(4), counted, strict=False)] == [one[4 * epoch + i] for i in range(4)]
     (endless,) = parts(20, 1, batch=5, epochs=None)
     assert [batch for batch, _ in zip(endless, range(12), strict=False)] == [one[step] for step in range(12)]
-    with pytest.raises(TypeError, match="epochs=None has no length"):
-        len(endless)
+    refused(TypeError, "epochs=None has no length", lambda: len(endless))
 
 
 def test_resumed_at_any_step_on_any_number_of_ranks() -> None:
@@ -104,10 +104,8 @@ def test_a_state_of_other_batches_is_refused() -> None:
             one.load_state_dict(other.state_dict(2))
     with pytest.raises(ValueError, match="size: expected 41, as in the state, got 40"):
         one.load_state_dict(parts(41, 1, batch=8)[0].state_dict(2))
-    with pytest.raises(ValueError, match="expected what state_dict returned, got no 'size'"):
-        one.load_state_dict({"step": 2})
-    with pytest.raises(ValueError, match="step: expected at least 0, got -1"):
-        one.load_state_dict(one.state_dict(-1))
+    refused(ValueError, "expected what state_dict returned, got no 'size'", lambda: one.load_state_dict({"step": 2}))
+    refused(ValueError, "step: expected at least 0, got -1", lambda: one.load_state_dict(one.state_dict(-1)))
     assert one.start == 0
 
 
@@ -123,8 +121,7 @@ def test_axes_along_which_ranks_share_samples() -> None:
     with pytest.raises(ValueError, match=r"unit '' is local over axis 'expert'.*expected axes="):
         fs.data.sampler(24, local, batch=12, rank=0)
     assert fs.data.sampler(24, local, batch=12, rank=3, axes=["shard"], shuffle=False)[0] == list(range(6, 12))
-    with pytest.raises(ValueError, match="unknown mesh axis 'data'"):
-        fs.data.sampler(24, spec, batch=12, rank=0, axes=["data"])
+    refused(ValueError, "unknown mesh axis 'data'", lambda: fs.data.sampler(24, spec, batch=12, rank=0, axes=["data"]))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -139,15 +136,13 @@ def test_what_does_not_fit_is_refused() -> None:
         "data: expected one sample at least, got -3": {"data": -3, "batch": 4, "last": "short"},
         "does not know its rank": {"batch": 4, "rank": None},
     }.items():
-        with pytest.raises(ValueError, match=match):
-            fs.data.sampler(**{"data": 10, "spec": on, "rank": 0, **options})
+        refused(ValueError, match, lambda: fs.data.sampler(**{"data": 10, "spec": on, "rank": 0, **options}))
     for name, value in (("batch", 4.0), ("batch", "4"), ("seed", 1.5), ("epochs", "2")):
         with pytest.raises(TypeError, match=f"{name}: expected a whole number, got {value!r}"):
             fs.data.sampler(**{"data": 10, "spec": on, "rank": 0, "batch": 4, name: value})
     with pytest.raises(TypeError, match="a data set with a length"):
         fs.data.sampler(iter(range(3)), on, batch=4, rank=0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(IndexError, match="at least 0"):
-        fs.data.sampler(10, on, batch=4, rank=0)[-1]
+    refused(IndexError, "at least 0", lambda: fs.data.sampler(10, on, batch=4, rank=0)[-1])
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=seldom)])
@@ -185,10 +180,8 @@ def test_on_real_ranks(rank: int, tmp_path: Path) -> None:
     loaded = fs.checkpoint.load(tmp_path / "state", spec)
     again = fs.data.sampler(24, spec, batch=8, seed=4)
     again.load_state_dict(loaded["data"])
-    with pytest.raises(ValueError, match=r"seed': 4.*seed': 5|seed': 5.*seed': 4"):
-        fs.data.sampler(24, spec, batch=8, seed=4 + rank)
-    with pytest.raises(ValueError, match="multiple of the 2 ranks"):
-        fs.data.sampler(24, spec, batch=8 + rank, seed=4)
+    refused(ValueError, r"seed': 4.*seed': 5|seed': 5.*seed': 4", lambda: fs.data.sampler(24, spec, batch=8, seed=4 + rank))
+    refused(ValueError, "multiple of the 2 ranks", lambda: fs.data.sampler(24, spec, batch=8 + rank, seed=4))
     assert fs.data.sampler(24, spec, batch=8, seed=4, axes=iter(["shard"]))[0] == batches[0]
     of_all: list[Any] = [None] * 2
     dist.all_gather_object(of_all, [*batches])

@@ -215,10 +215,8 @@ PLACES = [("cuda", "cuda"), ("meta", "cuda"), ("cuda", "meta"), ("cpu", "cpu"), 
     ("model_on", "x_on", "buffer"), [*((*place, b) for place in PLACES for b in (False, True)), ("cpu", "cuda", False)]
 )
 def test_trace_order_on_another_device(model_on: str, x_on: str, buffer: bool) -> None:
-    """With buffers or without, wherever the model is: on the device of its buffers, its parameters, or the arguments.
-
-    A model without buffers may stay on the CPU, and be called with arguments on the device where its shards are.
-    """
+    """With buffers or without, wherever the model is: on the device of its buffers, its parameters, or the arguments. A
+    model without buffers may stay on the CPU, and be called with arguments on the device where its shards are."""
     with FakeTensorMode():
         model, x = Net(model_on, buffer), torch.ones(2, 3, device=x_on)
     assert fs.trace_order(model, fs.by_type(Matrix)(Net("meta")), (x,), {"scale": 2.0}) == ("second", "first")
@@ -268,19 +266,8 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class Linear(nn.Module):
-    """A linear map that draws no numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(*shape, device="meta")) for shape in ((4, 4), (4,)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
 def net() -> nn.Module:
-    return nn.Sequential(*(Linear() for _ in range(3)))
+    return nn.Sequential(*(nn.Linear(4, 4, device="meta") for _ in range(3)))
 
 
 def step_with_loss_scale(model: nn.Module, spec: fs.PartitionSpec, shards: fs.Params, x: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from cases import owned
 from depth import at_most, every, pairs
 from hypothesis import strategies as st
-from parity import shards_of, step_with
+from parity import refused, shards_of, step_with
 from ranks import at_rank, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -103,10 +103,8 @@ def on_ranks(cls: Any, spec: fs.PartitionSpec, start: fs.Params, steps: int, **o
 
 @every_case
 def test_the_same_tensors(cls: Any, options: dict[str, Any]) -> None:
-    """Bitwise, without a spec, on tensors of any shape.
-
-    Nothing that goes in changes, not even a version counter, and nothing that comes out shares memory with it.
-    """
+    """Bitwise, without a spec, on tensors of any shape. Nothing that goes in changes, not even a version counter, and
+    nothing that comes out shares memory with it."""
     start = numbers(model(), 1)
     init, update = from_torch(cls, **options)
     params, state = start, init(start)
@@ -185,9 +183,7 @@ def test_neighbours_of_equal_options_are_one_vector() -> None:
 @every_case
 def test_schedule_of_the_learning_rate(cls: Any, options: dict[str, Any]) -> None:
     """``lr`` is what a torch.optim.lr_scheduler would set, from the first step on, also beside an lr of a parameter's own.
-
-    Rprop and ASGD keep the first rate in their state, which torch creates in the first step.
-    """
+    Rprop and ASGD keep the first rate in their state, which torch creates in the first step."""
     start = numbers(model(), 1)
     spec = fs.policies.whole()(model())
     base: float = cls([torch.empty(0)], **options).defaults["lr"]
@@ -245,8 +241,7 @@ def test_donated(cls: Any, options: dict[str, Any]) -> None:
         assert all(p._version > step for p in params.values())
         for old, *_ in before:
             for use in (lambda x: x + 1, torch.clone, lambda x: x.shape, lambda x: torch.stack([x])):
-                with pytest.raises(RuntimeError, match="a tensor is used that was donated"):
-                    use(old)
+                refused(RuntimeError, "a tensor is used that was donated", lambda: use(old))
     assert_close({name: p.detach() for name, p in params.items()}, by_torch(cls, options, start, 4), rtol=0, atol=0)
 
 
@@ -262,8 +257,7 @@ def test_donated_memory_is_known_to_have_changed() -> None:
         return x
 
     torch.vmap(step)(torch.zeros(2))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
+    refused(RuntimeError, "modified by an inplace operation", lambda: product.backward())
 
 
 class Allocations(TorchDispatchMode):
@@ -313,14 +307,14 @@ def test_shared_memory_is_not_donated() -> None:
     both = {"a": whole[:4], "b": whole[2:]}
     with pytest.raises(ValueError, match=r"params\['a'\] and params\['b'\] share"):
         update({"a": torch.ones(4), "b": torch.ones(4)}, init(both), both)
-    with pytest.raises(ValueError, match=r"grads\['a'\] and params\['a'\] share memory"):
-        update(halves, state, halves)
+    refused(ValueError, r"grads\['a'\] and params\['a'\] share memory", lambda: update(halves, state, halves))
     assert_close(whole, torch.full((6,), 1 - 1e-3))
 
 
 # --- which optimizers ---
 
 
+NOT_KNOWN = "is not known to work element by element"
 WHOLE: dict[Any, str] = {torch.optim.Muon: r"muon\(spec\)", torch.optim.Adafactor: r"adafactor\(learning_rate, spec\)"}
 """What runs on whole matrices, on their owners, by functions of its own (test_by_matrix.py)."""
 
@@ -332,13 +326,8 @@ def test_every_optimizer_is_right_or_refused() -> None:
     for cls in classes:
         if cls not in ELEMENTWISE_CLASSES:
             for vouched in (None, lambda p: {}):
-                why = (
-                    rf"needs whole matrices: expected optim\.{WHOLE[cls]}"
-                    if cls in WHOLE
-                    else "is not known to work element by"
-                )
-                with pytest.raises(ValueError, match=f"{cls.__name__} {why}"):
-                    from_torch(cls, initial=vouched)
+                why = rf"needs whole matrices: expected optim\.{WHOLE[cls]}" if cls in WHOLE else NOT_KNOWN
+                refused(ValueError, f"{cls.__name__} {why}", lambda: from_torch(cls, initial=vouched))
             continue
         init, update = from_torch(cls)
         params, grads = {"": torch.randn(4, 6)}, {"": torch.randn(4, 6) * torch.logspace(-3, 3, 4)[:, None]}
@@ -375,8 +364,7 @@ def test_a_class_of_ones_own() -> None:
     initial = lambda p: {"exp_avg": torch.zeros_like(p)}  # noqa: E731
     got = on_ranks(Lion, spec, start, 4, initial=initial, options=lambda name, _: own(name), lr=0.05)
     assert_close(got, by_torch(Lion, {"lr": 0.05}, start, 4, own), rtol=0, atol=1e-15)
-    with pytest.raises(ValueError, match=r"Lion is not known .* or initial= for a class of your own"):
-        from_torch(Lion)
+    refused(ValueError, r"Lion is not known .* or initial= for a class of your own", lambda: from_torch(Lion))
     init, update = from_torch(Lion, initial=lambda p: {})
     params = fs.shard(start, spec, rank=0)
     with pytest.raises(ValueError, match="the first step made 'exp_avg': expected initial= to give it"):
@@ -416,9 +404,9 @@ def test_derivatives_are_refused() -> None:
                 take(torch.ones(3))
     with torch.no_grad():  # says that nobody differentiates
         assert not of["params['']"](torch.ones(3, requires_grad=True)).requires_grad
-    for refused in ({"differentiable": True}, {"eps_root": 1e-8}):
+    for given in ({"differentiable": True}, {"eps_root": 1e-8}):
         with pytest.raises(ValueError, match=r"from_torch: .*: for derivatives use optim\.sgd, adam.* and take eps_root"):
-            from_torch(torch.optim.AdamW, **refused)
+            from_torch(torch.optim.AdamW, **given)
 
 
 RATES = {
@@ -576,8 +564,7 @@ def test_mistakes_in_update(error: type[Exception], message: str, changes: dict[
     for what, edits in changes.items():
         trees[what] |= {key: edit(trees[what].get(key)) for key, edit in edits.items() if edit}
         trees[what] = {key: x for key, x in trees[what].items() if edits.get(key, True)}
-    with pytest.raises(error, match=message):
-        update(trees["grads"], trees["state"], trees["params"])
+    refused(error, message, lambda: update(trees["grads"], trees["state"], trees["params"]))
     assert_close(params, {"a": torch.ones(2), "b": torch.ones(3)})
 
 
@@ -594,20 +581,16 @@ def test_mistakes_in_options() -> None:
         ({"spec": at_rank(spec, 0), "options": of_bias({"params": []})}, TypeError, "options of parameter '0.bias'"),
         ({"spec": at_rank(spec, 0), "options": of_bias({"eps": -1.0})}, ValueError, "options of parameter '0.bias', .*epsilon"),
     ]:
-        with pytest.raises(error, match=message):
-            from_torch(torch.optim.AdamW, **kwargs)
+        refused(error, message, lambda: from_torch(torch.optim.AdamW, **kwargs))
     for cls, own in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"amsgrad": True})):
         with pytest.raises(ValueError, match=f"from '{min(own)}', or whether there is one: expected one for all"):
             from_torch(cls, spec=at_rank(spec, 0), options=of_bias(own))
     init, update = from_torch(torch.optim.AdamW, spec=at_rank(spec, 0))
-    with pytest.raises(ValueError, match="unit 'x' is not in the spec"):
-        init({"x": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"unit '': expected a shard of \d+ elements, got shape \[3\]"):
-        init({"": torch.ones(3)})
+    refused(ValueError, "unit 'x' is not in the spec", lambda: init({"x": torch.ones(3)}))
+    refused(ValueError, r"unit '': expected a shard of \d+ elements, got shape \[3\]", lambda: init({"": torch.ones(3)}))
     init, update = from_torch(torch.optim.SGD, lr=0.0, spec=at_rank(spec, 0), options=of_bias({"lr": 0.1}))
     params = fs.shard(numbers(model(), 1), spec, rank=0)
-    with pytest.raises(ValueError, match="keeps its ratio to the default one"):
-        update(params, init(params), params, lr=0.1)
+    refused(ValueError, "keeps its ratio to the default one", lambda: update(params, init(params), params, lr=0.1))
 
 
 def test_all_cases_are_here() -> None:

@@ -184,10 +184,9 @@ def test_outputs_may_be_a_tree_and_a_penalty_of_shards_counts_once(rank: int) ->
     cross_entropy = curvature.cross_entropy(Y[rank])
 
     def outputs(p: fs.Params) -> dict[str, Any]:
-        return {"logits": fs.functional_call(MODEL, p, (X[rank],), spec=spec), "shards": p}
+        return {"logits": fs.functional_call(MODEL, p, (X[rank],), spec=spec), "p": p}
 
-    loss = lambda z: cross_entropy(z["logits"]) + sum((s**2).sum() for s in z["shards"].values())  # noqa: E731
-    got = products.ggnvp(outputs, loss, params, v)
+    got = products.ggnvp(outputs, lambda z: cross_entropy(z["logits"]) + sum((s**2).sum() for s in z["p"].values()), params, v)
     assert_close(got, fs.shard(unflat(matrix("cross-entropy", 2) @ flat(V) + 2 * flat(V)), spec), **CLOSE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -155,8 +156,8 @@ def test_mixture_of_experts(rank: int) -> None:
 
     want = grad(lambda p: sum((g * v[name]).sum() for name, g in grad(mean)(p).items()))(full)
     spec = fs.by_type(type(model.model.layers[0]))(model).bound
-    loss = lambda p: of(lambda *a: fs.functional_call(model, p, *a, spec=spec), tokens[rank])  # noqa: E731
-    got = fs.hvp(loss, fs.shard(full, spec), fs.shard(v, spec))
+    params, direction = fs.shard(full, spec), fs.shard(v, spec)
+    got = fs.hvp(lambda p: of(lambda *a: fs.functional_call(model, p, *a, spec=spec), tokens[rank]), params, direction)
     assert_close(got, fs.shard(want, spec), rtol=1e-4, atol=1e-5)
 
 
@@ -368,10 +369,8 @@ def test_a_function_that_torch_func_does_not_take_is_named(f: Callable[[Tensor],
     model, x = Model().double(), torch.randn(4, 3).double()
     spec, params = shards_of(fs.by_type(nn.Linear), model)
     loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec)  # noqa: E731
-    for call in (
-        lambda: fs.hvp(lambda p: loss(p, x), params, params),
-        lambda: fs.per_sample_grads(loss, params, (x,), spec=spec),
-    ):
+    by_sample = functools.partial(fs.per_sample_grads, loss, params, (x,), spec=spec)
+    for call in (lambda: fs.hvp(lambda p: loss(p, x), params, params), by_sample):
         with pytest.raises(RuntimeError, match="setup_context") as error:
             call()
         assert re.search(rf"module '': '\w*{name}\w*' is an autograd.Function without .*create_graph=True", text(error.value))

@@ -353,9 +353,7 @@ def test_modules_that_run_often(rank: int, p: P) -> None:
 @real_ranks(2)
 def test_ten_steps_bit_by_bit(rank: int) -> None:
     """test_post_acc_grad_hook_optim_parity, test_apply_optimizer_in_backward: AdamW and StepLR, ten iterations, bit by bit.
-
-    Weights have one learning rate and biases another, and two blocks share a weight.
-    """
+    Weights have one learning rate and biases another, and two blocks share a weight."""
     torch.manual_seed(0)
     model = nn.Sequential(*(MLP(5) for _ in range(3)))
     model[2].in_proj.weight = model[0].in_proj.weight

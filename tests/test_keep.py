@@ -321,10 +321,8 @@ def test_one_gather_and_one_reduction_of_a_unit(size: int, axes: tuple[str, ...]
     net = make_llama_like()
     precision = Precision(param=BF16, reduce=F32, keep={"*norm.weight": F32})
     with world(2 * size if len(axes) == 2 else size, rank=0):
-        spec = fs.by_type(Block, p=P("shard", precision=precision))(net).on(
-            mesh_of(size) if len(axes) == 1 else mesh_of(2, size)
-        )
-        params, sent = fs.shard(net, spec), Collectives()
+        mesh, p = mesh_of(size) if len(axes) == 1 else mesh_of(2, size), P("shard", precision=precision)
+        (spec, params), sent = shards_of(fs.by_type(Block, p=p), net, mesh), Collectives()
 
         def loss(params: fs.Params) -> Tensor:
             out = fs.functional_call(net, params, (torch.ones(2, 40),), spec=spec)
@@ -637,6 +635,5 @@ ON_MESHES = [(name, sizes) for name, some in MESHES.items() for sizes in some]
 @pytest.mark.parametrize(("name", "sizes"), ON_MESHES, ids=str)
 @real_ranks(4)
 def test_local_units(rank: int, name: str, sizes: dict[str, int], strategy: str, transform: str) -> None:
-    mesh = mesh_of(**sizes)
     case = Pieces(name, sizes, strategy)
-    compare(case.run(mesh, case.xs[rank], transform), case.expected(transform))
+    compare(case.run(mesh_of(**sizes), case.xs[rank], transform), case.expected(transform))

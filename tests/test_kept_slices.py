@@ -78,8 +78,7 @@ def test_backward_gathers_over_these_axes_alone(sizes: dict[str, int], kept: tup
     """Forward gathers over all axes; backward each unit that did not end the forward, over those of ``reshard``."""
     with world(torch.Size(sizes.values()).numel()):
         axes = tuple(sizes)
-        mesh = mesh_of(**sizes)
-        spec = fs.by_type(MLP, p=P(axes, reshard=kept, remat=remat))(Net()).on(mesh)
+        spec = fs.by_type(MLP, p=P(axes, reshard=kept, remat=remat))(Net()).on(mesh_of(**sizes))
         sent = step(Net(), spec, way)
         assert sent.forward == [one for key in ("", *BLOCKS) for one in gathers(spec, key, axes)]
         again = [one for one in sent.backward if one.op == "all_gather"]
@@ -97,9 +96,8 @@ def test_axes_of_one_rank() -> None:
 
 def test_the_slice_has_the_dtype_of_the_parameters_in_use() -> None:
     with world(8):
-        mesh = mesh_of(2, 4)
         model = nn.Sequential(*(MLP(5) for _ in range(3))).float()
-        spec = fs.by_type(MLP, p=P(BOTH, reshard="shard", precision=BF16))(model).on(mesh)
+        spec = fs.by_type(MLP, p=P(BOTH, reshard="shard", precision=BF16))(model).on(mesh_of(2, 4))
         sent = step(model, spec)
         again = [one for one in sent.backward if one.op == "all_gather"]
         assert again == [one for key in ("1", "0") for one in gathers(spec, key, ("shard",), 2)]
@@ -128,9 +126,8 @@ def test_slices_live_from_forward_to_the_backward_of_their_unit(way: str) -> Non
         return kept
 
     with world(8), mock.patch.object(schedule, "copy_secondary_slice", copied), no_collector():
-        mesh = mesh_of(2, 4)
         model = Net(blocks=6)
-        spec, params = shards_of(fs.by_type(MLP, p=P(BOTH, reshard="shard")), model, mesh)
+        spec, params = shards_of(fs.by_type(MLP, p=P(BOTH, reshard="shard")), model, mesh_of(2, 4))
 
         def loss(params: fs.Params) -> torch.Tensor:
             out = fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
@@ -171,8 +168,7 @@ def test_train_parity(rank: int, name: str, way: str) -> None:
 def test_three_axes(rank: int, kept: tuple[str, ...]) -> None:
     axes = ("pod", "node", "gpu")
     model = Net()
-    mesh = mesh_of(pod=1, node=2, gpu=2)
-    check_parity(rank, model, fs.by_type(MLP, p=P(axes, reshard=kept))(model).on(mesh))
+    check_parity(rank, model, fs.by_type(MLP, p=P(axes, reshard=kept))(model).on(mesh_of(pod=1, node=2, gpu=2)))
 
 
 @at_most(1)

@@ -5,6 +5,7 @@ A column slice is no matrix: its owner gathers the whole. Over an axis of expert
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,8 @@ def check(found: fs.Params, want: fs.Params, optimizer: str = "muon") -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_equal_on_simulated_ranks(optimizer: str, mesh: str, gather_stacks: bool) -> None:
     sizes = all_axes(MESHES[mesh][0])
-    run = fs.testing.spmd(
-        lambda on, _: trained(spec_on(on, sizes, MESHES[mesh][1]), optimizer, gather_stacks=gather_stacks), sizes
-    )
+    spec = functools.partial(spec_on, sizes=sizes, axis=MESHES[mesh][1])
+    run = fs.testing.spmd(lambda on, _: trained(spec(on), optimizer, gather_stacks=gather_stacks), sizes)
     check(run(torch.zeros(math.prod(sizes.values()))), expected(optimizer), optimizer)
 
 
@@ -153,10 +153,8 @@ def test_equal_on_real_ranks(rank: int, mesh: str) -> None:
 @pytest.mark.parametrize("optimizer", ["muon", "shampoo", "soap"])
 @real_ranks(2)
 def test_units_split_and_local_over_one_axis(rank: int, optimizer: str) -> None:
-    """They were sent in one batch, with the sizes of its first unit: one rank raised, the other waited.
-
-    A projection that is split over "tensor" before a layer that is local over it, and another unit that is neither.
-    """
+    """They were sent in one batch, with the sizes of its first unit: one rank raised, the other waited. A projection that is
+    split over "tensor" before a layer that is local over it, and another unit that is neither."""
     local = {"columns": 1, "rows": 0, "turned": 1, "twice": 0}
     model = nn.ModuleDict({unit: nn.ParameterDict() for unit in ("first", "layer", "other")})
     units = {"plain": "first", "experts": "other"} | dict.fromkeys(local, "layer")
@@ -232,9 +230,7 @@ def test_an_update_that_may_mix_a_stack() -> None:
 
     def rank(mesh: Any, _: Tensor) -> fs.Params:
         spec = spec_on(mesh, sizes, "shard")
-        with pytest.raises(
-            ValueError, match=r"matrix 'experts': its stack is local over axis 'expert', of which a rank has a part"
-        ):
+        with pytest.raises(ValueError, match=r"matrix 'experts': its stack is local over axis 'expert', of which a rank has a"):
             fs.optim.by_matrix(lambda param: {}, normalized, matrices_of(spec), fallback=SGD)
         known = matrices_of(spec, gather_stacks=True)
         init, update = fs.optim.by_matrix(lambda param: {}, normalized, known, fallback=SGD)
@@ -278,9 +274,8 @@ def test_select_is_asked_about_whole_parameters() -> None:
 def test_bytes_of_experts() -> None:
     """On 64 ranks: a rank sends its slice to the owner of its experts, and an owner what it owns back, over 4 ranks."""
     with world(64):
-        mesh = mesh_of(expert=16, shard=4)
         model = nn.ParameterDict({"experts": torch.zeros(8, 16, 16)})
-        spec = fs.policies.whole(P("shard", local={"expert": 0}))(model).on(mesh)
+        spec = fs.policies.whole(P("shard", local={"expert": 0}))(model).on(mesh_of(expert=16, shard=4))
         known = fs.optim.matrices(spec, select=lambda name, param: True)
         params = fs.shard({"experts": torch.zeros(128, 16, 16)}, spec, check_values=False)
         init, update = fs.optim.muon(known, steps=1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, seldom
+from parity import refused
 from ranks import mesh_of, real_ranks
 from test_local import Setting, check, objective, of_rank
 from test_local_training import Tree, norm
@@ -230,8 +231,7 @@ def test_by_size(min_numel: int) -> None:
     p = fs.P("shard", local={"tensor": {"layers.?.up.*": 0, "layers.?.down.weight": 1}})
     if min_numel == 60:
         message = r"'layers.\?.down.weight' matches no parameter of its units: .* what a policy leaves is replicated"
-        with pytest.raises(ValueError, match=message):
-            fs.by_size(min_numel, p=p)(case.model)
+        refused(ValueError, message, lambda: fs.by_size(min_numel, p=p)(case.model))
         return
     case.spec = spec = fs.by_size(min_numel, p=p)(case.model)
     local = {param.name for unit in spec for param in unit.params if param.local}
@@ -265,9 +265,8 @@ def of_all_ranks(f: Callable[[fs.PartitionSpec], Any]) -> Any:
 def measures(spec: fs.PartitionSpec) -> Tensor:
     """Norms and an inner product of pieces and of whole tensors by name."""
     trees = my_pieces(spec), WHOLE
-    return torch.stack(
-        [x for t in trees for x in (*(fs.optim.global_norm(t, spec, p=p) for p in NORMS), fs.optim.vdot(t, t, spec))]
-    )
+    each = ([*(fs.optim.global_norm(t, spec, p=p) for p in NORMS), fs.optim.vdot(t, t, spec)] for t in trees)
+    return torch.stack([x for some in each for x in some])
 
 
 NORMS = (1.0, 2.0, float("inf"))
@@ -319,59 +318,6 @@ def test_averages_keep_pieces_apart(rank: int) -> None:
             torch.testing.assert_close(got, {name: x + 0.5 for name, x in before.items()})
 
 
-def test_averages_over_a_local_axis_are_refused() -> None:
-    spec = SPEC.on({"tensor": 2, "shard": 1})
-    with pytest.raises(ValueError, match=r"average_buffers: unit '.*' is local over axis 'tensor'.*expected axes="):
-        averaging.average_buffers({"mean": torch.zeros(2)}, spec)
-    assert averaging.average_buffers({"mean": torch.zeros(2)}, spec, axes="shard")
-    with pytest.raises(
-        ValueError, match="is split over 'tensor', where each rank has other elements: expected axes without it"
-    ):
-        of_all_ranks(lambda spec: averaging.average(my_pieces(spec), spec, axes="tensor"))
-
-
-def test_tensors_of_neither_shape_are_refused() -> None:
-    spec = SPEC.on({"tensor": 2, "shard": 2})
-    message = (
-        r"parameter 'weight': expected the whole, \[4, 2\], or this rank's piece of it, \[2, 2\], got \[3, 2\]; it is local"
-    )
-    with pytest.raises(ValueError, match=message):
-        fs.optim.global_norm({"weight": torch.zeros(3, 2)}, spec)
-
-
-def test_whole_parameters_in_a_call_are_refused() -> None:
-    """A call, and the reduction of its gradients, take pieces."""
-    spec = SPEC.on({"tensor": 2, "shard": 1})
-    message = r"expected shape \[2, 2\], got \[4, 2\]; it is local over .'tensor': 0.: .*as from unshard\(whole=False\)"
-    for call in (lambda: fs.functional_call(PIECES, WHOLE, torch.zeros(2), spec=spec), lambda: fs.reduce_grads(WHOLE, spec)):
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
-def test_a_module_of_pieces_is_refused() -> None:
-    """With one seed on all ranks their pieces would be the same values."""
-    message = r"parameter 'weight' of unit '.*': expected shape \[4, 2\], got \[2, 2\]; .*the whole is expected"
-    for rank in range(4):
-        with pytest.raises(ValueError, match=message):
-            fs.shard(PIECES, SPEC.on(SIZES), rank=rank)
-    assert fs.shard(PIECES, SPEC.on({"tensor": 1, "shard": 1}))
-
-
-@pytest.mark.parametrize("dims", [-1, True, 0.0, None, "0", "up.*", ["up.*"], [0], (0, 1), ((0, "*"),), {}, {"*": -1}, {0: 0}])
-def test_what_is_no_dimension(dims: Any) -> None:
-    with pytest.raises(TypeError, match=r"P: local: axis 't': expected a dimension \(0 or more\), or dimensions by glob.*got"):
-        P("shard", local={"t": dims})
-
-
-def test_globs_that_disagree() -> None:
-    for globs in ({"*": 1, "weight": 0}, {"weight": 0, "*": 1}):
-        with pytest.raises(
-            ValueError, match=r"parameter 'weight': .*'weight': 0.* for its names .'weight'.: expected one dimension"
-        ):
-            policies.whole(P(local={"t": globs}))(nn.Linear(2, 2, bias=False))
-    policies.whole(P(local={"t": {"*": 0, "weight": 0}}))(nn.Linear(2, 2, bias=False))
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -379,13 +325,55 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
 
 
-def test_a_weight_tied_to_one_outside_of_a_local_unit() -> None:
-    """It is in the unit above both, which must be local, too."""
-    inner = P("shard", local={"t": 0})
-    with pytest.raises(ValueError, match=r"'a.weight', also \['b.weight'\], is in unit '', above all its uses, .* of 'b' says"):
-        fs.by_path({"b": inner})(Tied())
-    (unit,) = fs.by_path({"": inner, "b": inner})(Tied())
+TWO, INNER = SPEC.on({"tensor": 2, "shard": 1}), P("shard", local={"t": 0})
+WHOLE_IN_A_CALL = r"expected shape \[2, 2\], got \[4, 2\]; it is local over .'tensor': 0.: .*as from unshard\(whole=False\)"
+OF_PIECES = r"parameter 'weight' of unit '.*': expected shape \[4, 2\], got \[2, 2\]; .*the whole is expected"
+DISAGREE = r"parameter 'weight': .*'weight': 0.* for its names .'weight'.: expected one dimension"
+REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "buffers averaged over a local axis": (
+        r"average_buffers: unit '.*' is local over axis 'tensor'.*expected axes=",
+        lambda: averaging.average_buffers({"mean": torch.zeros(2)}, TWO)),
+    "pieces averaged over it": (
+        "is split over 'tensor', where each rank has other elements: expected axes without it",
+        lambda: of_all_ranks(lambda spec: averaging.average(my_pieces(spec), spec, axes="tensor"))),
+    "tensors of neither shape": (
+        r"parameter 'weight': expected the whole, \[4, 2\], or this rank's piece of it, \[2, 2\], got \[3, 2\]; it is local",
+        lambda: fs.optim.global_norm({"weight": torch.zeros(3, 2)}, SPEC.on(SIZES))),
+    "whole parameters in a call": (
+        WHOLE_IN_A_CALL, lambda: fs.functional_call(PIECES, WHOLE, torch.zeros(2), spec=TWO)),
+    "whole gradients to reduce": (WHOLE_IN_A_CALL, lambda: fs.reduce_grads(WHOLE, TWO)),
+    **{f"a module of pieces, on rank {rank}": (  # which with one seed on all ranks would be the same values
+        OF_PIECES, lambda rank=rank: fs.shard(PIECES, SPEC.on(SIZES), rank=rank)) for rank in range(4)},
+    **{f"globs that disagree, {[*globs]}": (
+        DISAGREE, lambda globs=globs: policies.whole(P(local={"t": globs}))(nn.Linear(2, 2, bias=False)))
+        for globs in ({"*": 1, "weight": 0}, {"weight": 0, "*": 1})},
+    "a weight tied to one outside": (
+        r"'a.weight', also \['b.weight'\], is in unit '', above all its uses, .* of 'b' says",
+        lambda: fs.by_path({"b": INNER})(Tied())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused_of_pieces(what: str) -> None:
+    """Named, and what is expected."""
+    match, call = REFUSED[what]
+    refused(ValueError, match, call)
+
+
+def test_what_is_no_piece_is_as_ever() -> None:
+    """Other axes, one rank along the axis, globs that agree, and a unit above that is local, too."""
+    assert averaging.average_buffers({"mean": torch.zeros(2)}, TWO, axes="shard")
+    assert fs.shard(PIECES, SPEC.on({"tensor": 1, "shard": 1}))
+    policies.whole(P(local={"t": {"*": 0, "weight": 0}}))(nn.Linear(2, 2, bias=False))
+    (unit,) = fs.by_path({"": INNER, "b": INNER})(Tied())
     assert unit.local_axes == ("t",)
+
+
+@pytest.mark.parametrize("dims", [-1, True, 0.0, None, "0", "up.*", ["up.*"], [0], (0, 1), ((0, "*"),), {}, {"*": -1}, {0: 0}])
+def test_what_is_no_dimension(dims: Any) -> None:
+    """Neither a number nor globs."""
+    with pytest.raises(TypeError, match=r"P: local: axis 't': expected a dimension \(0 or more\), or dimensions by glob.*got"):
+        P("shard", local={"t": dims})
 
 
 class Normed(nn.Module):

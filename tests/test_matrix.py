@@ -124,9 +124,8 @@ class Network:
         full = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         direction = {name: numbers(*p.shape, seed=i) for i, (name, p) in enumerate(full.items())}
         used = dict((quantized(model, codec) if codec else model).named_parameters())
-        return cls(
-            model, full, direction, {name: p.detach() for name, p in used.items() if name not in full}, reference or model
-        )
+        frozen = {name: p.detach() for name, p in used.items() if name not in full}
+        return cls(model, full, direction, frozen, reference or model)
 
     def plain(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         # of a copy: torch 2.13 leaves its tensors in a tied parameter of a module that is registered twice
@@ -635,14 +634,13 @@ def on_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
 
 def on_real_ranks(rank: int, strategy: str, transforms: Iterable[str] = tuple(TRANSFORMS)) -> dict[str, Any]:
     """Of these transforms the result, or why there is none."""
-    mesh = mesh_of(**STRATEGIES[strategy].sizes(STRATEGIES[strategy].real))
     network = STRATEGIES[strategy].network
     if strategy in OF_COMPILED_UNITS:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
         warnings.simplefilter("ignore", fs._call.compiled_unit.CompileWarning)
     out: dict[str, Any] = {}
     with everywhere(), hosted.elsewhere():  # for the device is the host
-        spec = policy(strategy).on(mesh)
+        spec = policy(strategy).on(mesh_of(**STRATEGIES[strategy].sizes(STRATEGIES[strategy].real)))
         state, frozen = start(network, spec, X[rank], COTANGENT[rank])
         of = Sharded(network, spec, frozen)
         for name in transforms:

@@ -38,9 +38,8 @@ AXES: dict[str, tuple[str | tuple[str, ...] | None, tuple[str, ...]]] = {
 
 def blocks(count: int, size: int, device: str = "cpu") -> nn.Sequential:
     """Equal ones, of matrices alone."""
-    return nn.Sequential(
-        *(nn.Sequential(*(nn.Linear(size, size, bias=False, device=device) for _ in range(3))) for _ in range(count))
-    )
+    made = [[nn.Linear(size, size, bias=False, device=device) for _ in range(3)] for _ in range(count)]
+    return nn.Sequential(*(nn.Sequential(*some) for some in made))
 
 
 def on_fake(model: nn.Module, axes: str, ranks: int, pattern: str = "*") -> fs.PartitionSpec:
@@ -69,9 +68,7 @@ def slices_of(matrix: Any, spec: fs.PartitionSpec) -> list[int]:
 @each(axes=AXES, ranks=[8, 64], rank=[0, 3])
 def test_what_is_sent(axes: str, ranks: int, rank: int) -> None:
     """One all-to-all each way for each group and axis; each matrix goes once to its owner, and back once to each replica.
-
-    Back to several replicas in shares: what one takes of memory, on the rank that has most to send, is two thirds of a unit.
-    """
+    Back to several replicas in shares: what one takes of memory, on the rank that has most to send, is two thirds of a unit."""
     with world(ranks, rank):
         spec = on_fake(blocks(7, 8), axes, ranks)
         known = fs.optim.matrices(spec)
@@ -117,9 +114,8 @@ class Llama(nn.Module):
     def __init__(self, layers: int, dim: int, hidden: int, kv: int) -> None:
         super().__init__()
         sizes = [(dim, dim), (dim, kv), (dim, kv), (dim, dim), (dim, hidden), (dim, hidden), (hidden, dim)]
-        self.layers = nn.ModuleList(
-            nn.ModuleList(nn.Linear(a, b, bias=False, device="meta") for a, b in sizes) for _ in range(layers)
-        )
+        made = [[nn.Linear(a, b, bias=False, device="meta") for a, b in sizes] for _ in range(layers)]
+        self.layers = nn.ModuleList(map(nn.ModuleList, made))
 
 
 @at_most(3)

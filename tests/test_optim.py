@@ -12,7 +12,7 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, each, every
-from parity import STRATEGIES, numbers, same, sharded_call, shards_of, squared, step_with
+from parity import STRATEGIES, numbers, refused, same, sharded_call, shards_of, squared, squared_loss, step_with
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -124,15 +124,6 @@ def test_full_tensors_and_some_units() -> None:
     assert global_norm({}, fs.policies.always()(MODEL)) == 0
 
 
-@pytest.mark.parametrize(
-    ("key", "p", "message"),
-    [("2", 0.0, "expected a positive p, or inf, got 0.0"), ("7", 2.0, "'7' is no unit and no parameter of the spec")],
-)
-def test_errors(key: str, p: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        global_norm({key: torch.ones(12)}, fs.policies.always()(MODEL), p=p)
-
-
 # --- torch's own claims for clipping ---
 
 PARITY = {name: fs.by_type(MLP, p=p) for name, p in STRATEGIES.items()}
@@ -153,7 +144,7 @@ def test_ddp_parity(rank: int, strategy: str, p: float) -> None:
         theirs.zero_grad()
         expected = squared(peer, x)
         expected.backward()
-        grads, value = fs.grad_and_value(lambda params: squared(sharded_call(model, params, spec), x))(params)
+        grads, value = fs.grad_and_value(squared_loss(model, spec, x))(params)
         assert_close(value, expected.detach())
         if step == 0:  # so that it bites
             grads = {key: 100 * g for key, g in grads.items()}
@@ -313,20 +304,6 @@ def test_vdot_of_full_tensors_some_units_and_nothing() -> None:
     assert (wide.item(), wide.dtype) == (1001, torch.float32)  # which bfloat16 rounds
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "message"),
-    [
-        ({"0": 20}, {"0": 20, "1": 30}, "'1' is in b only"),
-        ({"0": 20, "1": 30}, {"0": 20}, "'1' is in a only"),
-        ({"0": 20}, {"0": 1}, r"'0': expected tensors of one shape, got \[20\] and \[1\]"),
-        ({"7": 20}, {"7": 20}, "'7' is no unit and no parameter of the spec"),
-    ],
-)
-def test_vdot_errors(a: dict[str, int], b: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        vdot(*({key: torch.ones(n) for key, n in tree.items()} for tree in (a, b)), fs.policies.always()(MODEL))
-
-
 def poisoned(spec: fs.PartitionSpec, full: fs.Params, value: float) -> fs.Params:
     """This rank's shards, with a value where there is padding."""
     filled = fs.flatten({name: torch.ones_like(x) for name, x in full.items()}, spec)
@@ -368,21 +345,25 @@ def test_padding_does_not_count_on_real_ranks(rank: int) -> None:
     assert_close(compiled(shards), without_padding()["norm 2.0"])
 
 
-def test_norms_refuse_what_is_no_slice() -> None:
-    """Of another mesh, say: which of its elements are padding is not known."""
-    spec = fs.policies.always()(MODEL)
-    with pytest.raises(ValueError, match=r"unit '0': expected this rank's slice of \d+ elements, got shape \[3\]"):
-        global_norm({"0": torch.ones(3)}, spec)
-    frozen = nn.Linear(4, 4).requires_grad_(False)
-    encoded = fs.policies.whole(fs.P("shard", at_rest=fs.codecs.int8()))(frozen)
-    with pytest.raises(ValueError, match=r"unit '' is at rest in .* expected no norm of it"):
-        global_norm(fs.shard(frozen, encoded), encoded)
+SPEC = fs.policies.always()(MODEL)
+FROZEN = nn.Linear(4, 4).requires_grad_(False)
+AT_REST = fs.policies.whole(fs.P("shard", at_rest=fs.codecs.int8()))(FROZEN)
+REFUSED: list[tuple[str, Callable[[], Any]]] = [
+    ("expected a positive p, or inf, got 0.0", lambda: global_norm({"2": torch.ones(12)}, SPEC, p=0.0)),
+    ("'7' is no unit and no parameter of the spec", lambda: global_norm({"7": torch.ones(12)}, SPEC)),
+    (r"unit '0': expected this rank's slice of \d+ elements, got shape \[3\]", lambda: global_norm({"0": torch.ones(3)}, SPEC)),
+    (r"unit '' is at rest in .* expected no norm of it", lambda: global_norm(fs.shard(FROZEN, AT_REST), AT_REST)),
+    ("'1' is in b only", lambda: vdot({"0": torch.ones(20)}, {"0": torch.ones(20), "1": torch.ones(30)}, SPEC)),
+    ("'1' is in a only", lambda: vdot({"0": torch.ones(20), "1": torch.ones(30)}, {"0": torch.ones(20)}, SPEC)),
+    (r"'0': expected tensors of one shape, got \[20\]", lambda: vdot({"0": torch.ones(20)}, {"0": torch.ones(1)}, SPEC)),
+    ("'7' is no unit and no parameter of the spec", lambda: vdot({"7": torch.ones(20)}, {"7": torch.ones(20)}, SPEC)),
+]
 
 
-class Weights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(3))
+@pytest.mark.parametrize(("match", "call"), REFUSED)
+def test_what_is_refused(match: str, call: Callable[[], Any]) -> None:
+    """Of a slice of another mesh, say, which elements are padding is not known."""
+    refused(ValueError, match, call)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -390,7 +371,8 @@ def test_clipping_by_a_norm_that_is_not_finite(bad: float) -> None:
     """As torch's: NaN makes everything NaN; inf makes what is finite 0 and what is infinite NaN."""
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.tensor([1.0, bad, -2.0])
-    clipped, norm = fs.optim.clip_by_global_norm({"w": p.grad.clone()}, fs.policies.whole()(Weights()), 1.0)
+    spec = fs.policies.whole()(nn.ParameterDict({"w": torch.zeros(3)}))
+    clipped, norm = fs.optim.clip_by_global_norm({"w": p.grad.clone()}, spec, 1.0)
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_([p], 1.0), equal_nan=True)
     torch.testing.assert_close(clipped["w"], p.grad, equal_nan=True)
     expected = torch.full((3,), math.nan) if math.isnan(bad) else torch.tensor([0.0, math.nan, 0.0])

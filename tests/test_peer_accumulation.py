@@ -15,7 +15,7 @@ import pytest
 import torch
 from collective_log import Collectives, gathers, reduce, scatters, world
 from depth import at_most, depth, each, every
-from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, shards_of, squared, step_with
+from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, shards_of, squared, squared_loss, step_with
 from peer_models import MLP, chain, fsdp1
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -90,9 +90,8 @@ def test_gradient_accumulation_communication_count(where: Where, reshard: bool, 
     synced = [key for key in (ROOT, *MLPS) if key not in held]
     blocks = [key for key in synced if key != ROOT]
     with world(torch.Size(where.mesh).numel()):
-        mesh = mesh_of(*where.mesh)
         model = sequence()
-        spec = fs.by_type(MLP, p=P("shard", reshard=reshard))(model).on(mesh)
+        spec = fs.by_type(MLP, p=P("shard", reshard=reshard))(model).on(mesh_of(*where.mesh))
         batches = [numbers(0, step) for step in range(MICRO)]
         sent = accumulate(model, spec, fs.shard(model, spec), batches, held, way, where.partial).sent
     reduced = lambda *keys: [reduce(spec, key, where.mesh[0]) for key in keys if len(where.mesh) == 2]  # noqa: E731
@@ -282,7 +281,7 @@ def test_no_sync_correctness(rank: int, strategy: str, way: str) -> None:
     """[no_sync, sync] is twice one step's gradient; before it is reduced it has the parameters' shapes and is this rank's."""
     model, x = sequence(), numbers(rank, 0)
     spec, params = shards_of(fs.by_type(MLP, p=STRATEGIES[strategy][0]), model)
-    loss = lambda p: squared(sharded_call(model, p, spec), x)  # noqa: E731
+    loss = squared_loss(model, spec, x)
     once, _ = WAYS[way](loss)(params)
     own, _ = WAYS[way](loss)(fs.unshard(params, spec))
     assert {name: g.shape for name, g in own.items()} == {name: p.shape for name, p in model.named_parameters()}
@@ -331,9 +330,7 @@ ROUNDING = [
 @pytest.mark.parametrize(("contributions", "expected"), ROUNDING)
 def test_native_accumulation_dtypes(contributions: Any, expected: dict[torch.dtype, int], dtype: torch.dtype) -> None:
     """History that is reduced stays exact in float32 beside what is pending; that rounds in the dtype that you add up in.
-
-    The last contribution of torch's test is reduced together with what is pending, which is how it is done here.
-    """
+    The last contribution of torch's test is reduced together with what is pending, which is how it is done here."""
     model = Outputs(1, 2, bias=False)
     spec = fs.policies.whole(P("shard", precision=Precision(param=BF16), align=1))(model)
 

@@ -127,10 +127,8 @@ def test_train_parity_single_worldsize1(initialised: bool, p: P, way: str) -> No
 @at_most(6)
 @every(way=WAYS, order=["aba", "aab", "aa", "bca", "ac", "abcabc", ""])
 def test_multi_forward_module_and_unused_units(order: str, way: str) -> None:
-    """A unit is gathered and reduced once for each visit, visits in a row are one, and an unused unit sends nothing.
-
-    This is with the real order; without it, the module tree's next unit is gathered ahead, for nothing at most once.
-    """
+    """A unit is gathered and reduced once for each visit, visits in a row are one, and an unused unit sends nothing. This is
+    with the real order; without it, the module tree's next unit is gathered ahead, for nothing at most once."""
     visits = [name for i, name in enumerate(order) if order[i - 1 : i] != name]
     with world(8):
         model = Order(order)

@@ -24,6 +24,7 @@ from parity import (
     sharded_call,
     shards_of,
     squared,
+    squared_loss,
     step_with,
     tokens,
 )
@@ -125,18 +126,16 @@ def test_each_unit_its_own_strategy(rank: int, way: str, root: P) -> None:
 def test_what_each_strategy_sends() -> None:
     """On 2 x 4: blocks over all ranks in two stages, the embedding within four and as a slice over two, the head over all."""
     with world(8):
-        mesh = mesh_of(2, 4)
         model = nn.Sequential(*(nn.Linear(5, 5, bias=False).double() for _ in range(3)))
-        spec = fs.by_path({"0": P("shard"), "1": BOTH, "2": P()})(model).on(mesh)
+        spec = fs.by_path({"0": P("shard"), "1": BOTH, "2": P()})(model).on(mesh_of(2, 4))
         sent = sent_by(model, spec)
     n = spec.shard_numel(spec.by_key["1"])
     block = [Sent("all_gather", n, 8 * n, 4), Sent("all_gather", 4 * n, 32 * n, 2)]
     assert sent.forward == [gather(spec, "0"), *block]
     head = [reduce(spec, "2", 4), reduce(spec, "2", 2)]
     reduced = [Sent("reduce_scatter", 8 * n, 64 * n, 2), Sent("reduce_scatter", 4 * n, 32 * n, 4)]
-    assert Counter(s for s in sent.backward if s.op != "all_gather") == Counter(
-        [*head, *reduced, scatter(spec, "0"), reduce(spec, "0", 2)]
-    )
+    wanted = Counter([*head, *reduced, scatter(spec, "0"), reduce(spec, "0", 2)])
+    assert Counter(s for s in sent.backward if s.op != "all_gather") == wanted
 
 
 # --- three axes ---
@@ -155,7 +154,7 @@ def test_three_axes(axis: Any) -> None:
 
     def run(mesh: Mesh, x: Tensor) -> Any:
         spec = policy(model).on(mesh)
-        return fs.grad(lambda p: squared(sharded_call(model, p, spec), x))(fs.shard(full, spec))
+        return fs.grad(squared_loss(model, spec, x))(fs.shard(full, spec))
 
     got = fs.testing.spmd(run, CUBE)(xs)
     mean = torch.func.grad(lambda t: squared(lambda x: torch.func.functional_call(model, t, (x,)), xs.flatten(0, 1)))(full)

@@ -18,7 +18,7 @@ from depth import at_most, depth, each, every
 from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
-from parity import GRADIENTS, HIGHER, MAIN_WAYS, WAYS, shards_of, step_with
+from parity import GRADIENTS, HIGHER, MAIN_WAYS, WAYS, refused, shards_of, step_with
 from ranks import mesh_of, real_ranks
 from test_memory import Alive, no_collector
 from torch import Tensor, nn
@@ -241,9 +241,8 @@ def check_training(
     optimizer = torch.optim.Adam(trained.values(), lr=1e-2)
     with unchanged(model):
         for step in range(3):
-            expected, expected_loss = by_hand(
-                model, masters, lambda call: theirs(call, step), precision.param, precision.reduce or precision.param
-            )
+            dtypes = precision.param, precision.reduce or precision.param
+            expected, expected_loss = by_hand(model, masters, lambda call: theirs(call, step), *dtypes)
             sharded = lambda p: lambda *a, **k: fs.functional_call(model, fs.combine(p, frozen), a, k, spec=spec)  # noqa: E731
             grads, value = WAYS[way](lambda p: ours(sharded(p), step))(trained)
             assert torch.equal(value, expected_loss)
@@ -287,11 +286,10 @@ def test_fully_shard_bit_by_bit(rank: int, param: Dtype, reduce: Dtype, output: 
     """FSDP2 itself: loss, gradients and, by them, three steps. From torch 2.15 on it reduces in the parameters' own dtype
     where it is told none; ours is still ``param``."""
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce or param, output_dtype=output)
-    precision = Precision(param=param, reduce=reduce, output=output)
     reference = mlps()
     for module in (*reference, reference):
         fully_shard(module, mp_policy=policy, reshard_after_forward=reshard)
-    model, spec, params = of_mlps(P("shard", reshard=reshard), precision)
+    model, spec, params = of_mlps(P("shard", reshard=reshard), Precision(param=param, reduce=reduce, output=output))
     ours, theirs = (torch.optim.Adam(some, lr=1e-2) for some in (params.values(), reference.parameters()))
     for step in range(3):
         theirs.zero_grad()
@@ -521,8 +519,7 @@ def test_submodules_with_external_inputs(inner: Precision | None, seen: list[tor
     model, spec = saved_model(False, {"": HALF, "c2": inner})
     run = lambda p: fs.functional_call(model, p, (torch.ones(2, 10),), spec=spec, method="with_more").float().sum()  # noqa: E731
     if inner is None:  # a unit of its own without precision keeps its parameters
-        with pytest.raises(RuntimeError, match="must have the same dtype"):
-            run(fs.shard(model, spec))
+        refused(RuntimeError, "must have the same dtype", lambda: run(fs.shard(model, spec)))
     else:
         fs.grad(run)(fs.shard(model, spec))
     assert [dtype for name, dtype in RUNS if name == "c2"] == seen
@@ -937,13 +934,11 @@ class Empty(nn.Module):
 def test_empty_units_divide_nothing_of_others(rank: int, p: P, precision: Precision | None, reduce: Any) -> None:
     """A unit without elements is none of those that are divided."""
     model = Empty()
-    spec = fs.policies.always(dataclasses.replace(p, precision=precision))(model).bound
+    spec, params = shards_of(fs.policies.always(dataclasses.replace(p, precision=precision)), model)
     xs = torch.arange(8.0).view(2, 4)
     expected = xs.sum(0) / (2 if reduce == "mean" else reduce)
     for way in MAIN_WAYS:
-        grads, _ = WAYS[way](lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=reduce))(
-            fs.shard(model, spec)
-        )
+        grads, _ = WAYS[way](lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=reduce))(params)
         same(grads, fs.shard({"a.w": expected, "b.w": expected, "empty.0": torch.zeros(0)}, spec))
 
 
@@ -1040,17 +1035,14 @@ def test_codec_errors(name: str) -> None:
     with world(2):
         spec, params = shards_of(fs.policies.whole(P("shard", align=1, precision=Precision(codec=codec))), model)
         run = lambda q: fs.functional_call(model, q, (torch.ones(8),), spec=spec)  # noqa: E731
-        with pytest.raises(error, match=match):
-            run(params)
-        with pytest.raises(error, match=match):
-            fs.hvp(run, params, params)  # by data flow
+        refused(error, match, lambda: run(params))
+        refused(error, match, lambda: fs.hvp(run, params, params))  # by data flow
 
     def simulate(mesh: Any, x: Tensor) -> Tensor:
         on = fs.policies.whole(P("shard", align=1, precision=Precision(codec=codec)))(model).on(mesh)
         return fs.functional_call(model, fs.shard({"w": model.w.detach()}, on), (x,), spec=on)
 
-    with pytest.raises(error, match=match):
-        fs.testing.spmd(simulate, 2)(torch.ones(2, 8))
+    refused(error, match, lambda: fs.testing.spmd(simulate, 2)(torch.ones(2, 8)))
 
 
 def test_codec_leaves_empty_units_and_integers_alone() -> None:

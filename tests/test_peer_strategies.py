@@ -24,6 +24,7 @@ from parity import (
     sharded_call,
     shards_of,
     squared,
+    squared_loss,
     step_with,
     tokens,
 )
@@ -126,11 +127,10 @@ def test_fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
 @real_ranks(4)
 def test_ddp(rank: int, mesh_name: str) -> None:
     """P() over one axis or over two."""
-    mesh = mesh_of(*MESHES[mesh_name])
     reference = nn.parallel.DistributedDataParallel(gpt())
     losses = by_torch(reference, rank)
     model = gpt()
-    got, own = by_funshard(model, fs.by_type(Block, p=P())(model).on(mesh), rank)
+    got, own = by_funshard(model, fs.by_type(Block, p=P())(model).on(mesh_of(*MESHES[mesh_name])), rank)
     torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=1e-5)
     compare(got, reference.module.state_dict(), 0)
 
@@ -297,7 +297,7 @@ def test_set_custom_all_gather_and_reduce_scatter(rank: int) -> None:
     spec = fs.by_type(MLP)(model).bound
     axis = Mesh.world()["shard"]
     params = fs.shard(model, spec)
-    default, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x))(params)
+    default, value = fs.grad_and_value(squared_loss(model, spec, x))(params)
 
     def through(params: fs.Params) -> Tensor:
         full = fs.unflatten({key: own_gather(shard, axis) for key, shard in params.items()}, spec)
@@ -312,7 +312,7 @@ def test_set_custom_all_gather_and_reduce_scatter(rank: int) -> None:
 
     full = fs.unflatten({key: own_gather(shard, axis) for key, shard in params.items()}, spec)
     with Collectives() as sent:
-        own = fs.grad(lambda full: squared(sharded_call(model, full, spec), x))(full)
+        own = fs.grad(squared_loss(model, spec, x))(full)
     assert not sent.all
     reduced = {key: own_reduce(buffer, axis) / axis.size for key, buffer in fs.flatten(own, spec).items()}
     same(reduced, default, "reduced by hand")
@@ -368,7 +368,7 @@ def test_unsharded_views(where: str, trained: bool) -> None:
         for way in ("fs", "backward"):
             WAYS[way](lambda given: squared(sharded_call(model, params, spec), given["x"]))({"x": x})
         if trained:
-            WAYS["fs"](lambda p: squared(sharded_call(model, p, spec), x))(params)
+            WAYS["fs"](squared_loss(model, spec, x))(params)
         assert set(seen) == set(places.items())
 
 

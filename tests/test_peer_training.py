@@ -33,6 +33,7 @@ from parity import (
     sharded_call,
     shards_of,
     squared,
+    squared_loss,
     tokens,
 )
 from peer_models import MLP, Block, Chunked, Net, Transformer, chain, frozen
@@ -419,7 +420,7 @@ def test_to_float64_after_init(rank: int) -> None:
     spec = fs.by_type(MLP)(model).bound
     reference, x = copy.deepcopy(model).double(), numbers(rank, 0)
     params = {key: shard.double() for key, shard in fs.shard(model, spec).items()}
-    grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x))(params)
+    grads, value = fs.grad_and_value(squared_loss(model, spec, x))(params)
     expected, mean = averaged(reference, x)
     full = fs.unshard(grads, spec)
     assert {g.dtype for g in (value, *full.values())} == {torch.float64}
@@ -449,11 +450,11 @@ def test_unshard_async(rank: int) -> None:
     mine = torch.full((3,), float(rank))
     work = dist.all_reduce(mine, async_op=True)
     full = fs.unshard(params, spec)
-    grads = fs.reduce_grads(fs.grad(lambda p: squared(sharded_call(model, p, spec), x))(full), spec)
+    grads = fs.reduce_grads(fs.grad(squared_loss(model, spec, x))(full), spec)
     assert work is not None
     work.wait()
     assert mine.tolist() == [1.0] * 3
-    same(grads, fs.grad(lambda p: squared(sharded_call(model, p, spec), x))(params), "gradient")
+    same(grads, fs.grad(squared_loss(model, spec, x))(params), "gradient")
 
 
 @every(given=[False, True], way=MAIN_WAYS)
@@ -469,7 +470,7 @@ def test_ignored_modules_and_mixture_of_experts(rank: int, way: str, given: bool
     params = fs.shard(model, spec)
     if given:
         params |= {name: p.detach() for name, p in model.named_parameters() if name in spec.ignored}
-    grads, value = WAYS[way](lambda p: squared(sharded_call(model, p, spec), x))(params)
+    grads, value = WAYS[way](squared_loss(model, spec, x))(params)
     expected = squared(reference, x)
     expected.backward()
     local = {name: p.grad.clone() for name, p in reference.named_parameters()}
@@ -553,7 +554,7 @@ def test_fsdp_zero2_eval_with_prefetch(rank: int, strategy: str) -> None:
             in_vain = pytest.warns(fs._call.buffers.BufferWarning) if mode else contextlib.nullcontext()  # statistics
             with torch.no_grad(), in_vain:
                 quiet = sharded_call(model, params, spec)(x)
-            grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x))(params)
+            grads, value = fs.grad_and_value(squared_loss(model, spec, x))(params)
         assert_close(value, (quiet**2).mean())
         assert expected is None or torch.equal(quiet, expected)
         assert all(g.any() for g in grads.values())

@@ -63,10 +63,8 @@ IN_BF16 = STRATEGIES | {f"float32 in bf16, reshard={r}": P("shard", reshard=r, p
 @every(how=TRANSFORMS, strategy=IN_BF16)
 @real_ranks(2)
 def test_no_warmup_jvp(rank: int, strategy: str, how: str) -> None:
-    """Of a function that runs both units and ignores its argument, of one that uses it, and of the weights.
-
-    By hand, in bf16: six hidden units of 4 + 1, and a bias, are 31; zeros past units that have nothing to do with it.
-    """
+    """Of a function that runs both units and ignores its argument, of one that uses it, and of the weights. By hand, in
+    bf16: six hidden units of 4 + 1, and a bias, are 31; zeros past units that have nothing to do with it."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).to(torch.float32 if IN_BF16[strategy].precision else BF16)
     spec = fs.policies.always(IN_BF16[strategy])(model).bound

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, every, seldom
-from parity import shards_of
+from parity import refused, shards_of
 from ranks import at_rank, mesh_of, real_ranks
 from test_compile import IMPORT
 from test_memory import Peak
@@ -156,17 +156,14 @@ def test_local_units(rank: int, tmp_path: Path) -> None:
 @seldom
 @real_ranks(2)
 def test_blocks_of_other_pieces_are_refused(rank: int, tmp_path: Path) -> None:
-    """Another size of a local axis was "another model"; of another dimension or memory order the scales were wrong.
-
-    A parameter in pieces over an axis of 2 or 1, along either dimension, in either memory order, or in no pieces.
-    """
+    """Another size of a local axis was "another model"; of another dimension or memory order the scales were wrong. A
+    parameter in pieces over an axis of 2 or 1, along either dimension, in either memory order, or in no pieces."""
 
     def spec_of(size: int, local: int | None, order: str = "rows") -> fs.PartitionSpec:
         shape = [16 // (size if local == dim else 1) for dim in range(2)]
         weight = torch.zeros(shape) if order == "rows" else torch.zeros(shape[::-1]).T
-        mesh = mesh_of(shard=2 // size, expert=size)
         p = sliced("shard", local=None if local is None else {"expert": local})
-        return fs.policies.whole(p)(nn.ParameterDict({"weight": weight})).on(mesh)
+        return fs.policies.whole(p)(nn.ParameterDict({"weight": weight})).on(mesh_of(shard=2 // size, expert=size))
 
     full = {"weight": torch.arange(256.0).view(16, 16).sin() * torch.logspace(0, 3, 16)}
     specs = [spec_of(2, 0), spec_of(2, 1), *(spec_of(n, None, "columns") for n in (2, 1)), spec_of(1, 0), spec_of(2, None)]
@@ -177,8 +174,8 @@ def test_blocks_of_other_pieces_are_refused(rank: int, tmp_path: Path) -> None:
         _, state = update(params, init(params), params)
         wide = optim.decode_state(state, CODEC, spec=spec)
         want = fs.unshard({"": wide[""]["exp_avg"]}, spec)["weight"]
-        refused = pytest.raises(ValueError, match=r"'opt\.\.exp_avg\.codes' is in a codec, whose .*local axes: .*decode_state")
-        with refused if i < 2 else contextlib.nullcontext():
+        raised = pytest.raises(ValueError, match=r"'opt\.\.exp_avg\.codes' is in a codec, whose .*local axes: .*decode_state")
+        with raised if i < 2 else contextlib.nullcontext():
             fs.checkpoint.save(tmp_path / f"{i}", {"opt": state}, spec).wait()
         fs.checkpoint.save(tmp_path / f"{i} wide", {"opt": wide}, spec).wait()
         for j, to in enumerate(specs):
@@ -190,8 +187,7 @@ def test_blocks_of_other_pieces_are_refused(rank: int, tmp_path: Path) -> None:
                 continue
             for like in (None, {"opt": fresh}) if i > 1 else ():
                 text = r"in a codec, whose blocks follow|'opt\.weight\.exp_avg\.scales.*not in .*decode"
-                with pytest.raises(ValueError, match=text):
-                    fs.checkpoint.load(tmp_path / f"{i}", to, like=like)
+                refused(ValueError, text, lambda: fs.checkpoint.load(tmp_path / f"{i}", to, like=like))
             loaded = fs.checkpoint.load(tmp_path / f"{i} wide", to)["opt"]
             assert_close(fs.unshard({"": loaded[""]["exp_avg"]}, to)["weight"], want, rtol=0, atol=0)
             assert optim.encode_state(loaded, CODEC, spec=to, at_least=1)[""].keys() == fresh[""].keys()
@@ -296,8 +292,7 @@ def test_donated_state_is_written_in_place() -> None:
     got = run_steps(spec, optimizer, 2, 1, (params, state))
     assert got[1]["0"]["exp_avg"].codes.data_ptr() == pointer
     assert_close(got, run_steps(spec, quantized(spec), 2, 1, given), rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match="was donated"):
-        old + 1
+    refused(RuntimeError, "was donated", lambda: old + 1)
     shared = {**given[1], "1": given[1]["1"] | {"exp_avg": given[1]["1"]["exp_avg_sq"]}}
     with pytest.raises(ValueError, match=r"state\['1'\]\['exp_avg'\]\.(codes|scales) and .* share memory"):
         run_steps(spec, optimizer, 2, 1, (given[0], shared))
@@ -539,8 +534,7 @@ def test_a_state_is_converted() -> None:
         lambda: inner.update(grads, state, params),
         lambda: fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.AdamW, **ADAMW),
     ):
-        with pytest.raises(TypeError, match=r"'exp_avg' of unit '0' is in a codec: .*optim\.decode_state"):
-            use()
+        refused(TypeError, r"'exp_avg' of unit '0' is in a codec: .*optim\.decode_state", use)
     with pytest.raises(ValueError, match=r"'exp_avg' of unit '0': expected this rank's slice, \[\d+\], or a number, got Quant"):
         optim.encode_state(state, CODEC, spec=spec, at_least=1)
 
@@ -583,8 +577,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (RuntimeError, r"rates\['lr'\] takes part", lambda: fs.grad(total, 1)(1.0, torch.tensor(0.1))),
     ]
     for error, match, use in cases:
-        with pytest.raises(error, match=match):
-            use()
+        refused(error, match, use)
     matrices = optim.matrices(spec, select=lambda name, param: len(param.shape) > 1)
     with pytest.raises(ValueError, match="is no unit of the spec: expected shards by unit key"):
         optim.muon(matrices, lr=0.1, fallback=made).init(params)

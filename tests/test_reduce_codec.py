@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
 from depth import at_most, every, mark_seldom
-from parity import HIGHER, WAYS, shards_of
+from parity import HIGHER, WAYS, refused, shards_of
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
@@ -342,10 +342,8 @@ def test_one_rank_sends_and_rounds_nothing() -> None:
 
 @real_ranks(2)
 def test_ranks_that_reduce_other_units_get_an_error(rank: int) -> None:
-    """One forward on all ranks, and on one of them a loss that does not depend on what came last.
-
-    In `funshard.check`: without it the rank with more reductions waits for the timeout.
-    """
+    """One forward on all ranks, and on one of them a loss that does not depend on what came last. In `funshard.check`:
+    without it the rank with more reductions waits for the timeout."""
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",))  # some start on one rank only
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
     spec = fs.by_type(nn.Linear, p=with_codec(P("shard", reshard=False), CODECS["int8"]))(model).on(mesh)
@@ -390,8 +388,7 @@ def test_ranks_with_other_codecs_get_an_error(rank: int, checked: bool) -> None:
 )
 def test_refused_units(p: P, words: str) -> None:
     p = dataclasses.replace(p, precision=Precision(reduce_codec=codecs.int8()))
-    with pytest.raises(ValueError, match=words):
-        fs.by_type(Block, p=p)(make_model())
+    refused(ValueError, words, lambda: fs.by_type(Block, p=p)(make_model()))
     frozen = fs.by_type(Block, p=p)(make_model().requires_grad_(False))  # which has no gradients to reduce
     assert frozen.by_key["0"].p == p
 
@@ -399,8 +396,7 @@ def test_refused_units(p: P, words: str) -> None:
 def test_refused_precisions() -> None:
     with pytest.raises(ValueError, match=r"added in reduce: expected float32, float64 or None, got torch.bfloat16"):
         Precision(reduce=BF16, reduce_codec=codecs.int8())
-    with pytest.raises(TypeError, match="expected a Codec"):
-        Precision(reduce_codec=BF16)  # pyright: ignore[reportArgumentType]
+    refused(TypeError, "expected a Codec", lambda: Precision(reduce_codec=BF16))  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"codecs.cast: expected a floating point dtype of at least 16 bits, got torch.int8"):
         codecs.cast(torch.int8)
     assert Precision(param=BF16, reduce_codec=codecs.int8())._resolve(BF16) == (BF16, F32)
@@ -417,6 +413,5 @@ def test_compiled_steps_are_refused(fullgraph: bool, transform: Callable[..., An
     spec, params = shards_of(fs.by_type(Block, p=with_codec(P("shard"), CODECS["int8"])), model)
     for compiler in (fs.compile, torch.compile):
         step = compiler(transform(sharded_loss(model, spec, x)), backend="aot_eager", fullgraph=fullgraph)
-        with pytest.raises(Exception, match=r"Precision\(reduce_codec=\) in a step that is compiled whole"):
-            step(params)
+        refused(Exception, r"Precision\(reduce_codec=\) in a step that is compiled whole", lambda: step(params))
     torch._dynamo.reset()  # which runs the frames that failed without compilation from then on, torch.func.grad's among them
