@@ -193,7 +193,7 @@ def _load_boxes(reader: FileSystemReader, found: Mapping[str, Any]) -> Iterator[
     """Yield the boxes of all tensors, some of which torch loads at a time."""
     remaining = [(name, x) for name, x in found.items() if isinstance(x, of_torch.TensorStorageMetadata)]
     while remaining:
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Any] = {}
         nbytes = 0
         while remaining and nbytes <= _LOADED_BYTES:
             name, x = remaining.pop()
@@ -201,7 +201,7 @@ def _load_boxes(reader: FileSystemReader, found: Mapping[str, Any]) -> Iterator[
             nbytes += tensors[name].nbytes
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that this is one process
-            load({**tensors}, storage_reader=reader, no_dist=True)
+            load(tensors, storage_reader=reader, no_dist=True)
         for name, tensor in tensors.items():
             part = TensorRange((name,), tuple(tensor.shape), tuple(range(tensor.dim())), tensor.numel())
             for begin, end in split_range(0, tensor.numel(), tensor.dtype.itemsize):

@@ -179,7 +179,7 @@ def _read_leaf(leaf: Any, initial: Tensor, states: Mapping[str, Mapping[str, Any
     """Return this rank's slice of full tensors, or a number, with the initial values of parameters that have none."""
     memory = copy_like(initial, initial) if _torch.is_pinned(initial) else initial.detach().clone()
     if not initial.dim():
-        memory = memory.cpu().repeat(len(leaf.names))
+        memory = memory.repeat(len(leaf.names))
     values: dict[str, Tensor] = {}
     for (own, *_), shape in zip(leaf.names, leaf.shapes, strict=True):
         name, _, slot = own.rpartition(".")
