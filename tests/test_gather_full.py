@@ -577,3 +577,12 @@ def test_local_and_encoded_units(rank: int) -> None:
                     wanted = expected if dtype is None else cast(expected, dtype)
                     same(got, wanted if not (rank0_only and rank) else {})
         assert [name for name, _ in fs.stream_full(shards, spec)] == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("precision", [Precision(param=torch.bfloat16), Precision(codec=fs.codecs.int8(4))], ids=str)
+def test_pieces_are_what_is_stored(precision: Precision) -> None:
+    """Without the casts and codecs of calls, as whole parameters are."""
+    model = nn.Linear(4, 4)
+    spec = fs.policies.whole(P("shard", precision=precision))(model).on({"shard": 2})
+    run = fs.testing.spmd(lambda mesh: fs.unshard(fs.shard(model, spec.on(mesh)), spec.on(mesh), whole=False), 2)
+    torch.testing.assert_close(run(), {name: torch.stack(2 * [p.detach()]) for name, p in model.named_parameters()}, rtol=0, atol=0)

@@ -210,7 +210,7 @@ def _unshard_params(
     if whole:
         buffer = unshard_global(piece, unit, mesh, reduction, check_order=True, as_stored=as_stored)
     else:
-        buffer = unshard_unit(piece, unit, mesh, reduction, check_order=True)
+        buffer = unshard_unit(piece, unit, mesh, reduction, check_order=True, casts=False)
     # a copy if nothing was gathered, since the shard may be written to; in eager mode it takes no memory until then
     if buffer.numel() == piece.numel() if _torch.is_in_graph() else _torch.shares_storage(buffer, piece):
         buffer = _torch.lazy_clone(buffer) if _torch.is_eager() else buffer.clone()
