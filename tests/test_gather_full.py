@@ -585,4 +585,6 @@ def test_pieces_are_what_is_stored(precision: Precision) -> None:
     model = nn.Linear(4, 4)
     spec = fs.policies.whole(P("shard", precision=precision))(model).on({"shard": 2})
     run = fs.testing.spmd(lambda mesh: fs.unshard(fs.shard(model, spec.on(mesh)), spec.on(mesh), whole=False), 2)
-    torch.testing.assert_close(run(), {name: torch.stack(2 * [p.detach()]) for name, p in model.named_parameters()}, rtol=0, atol=0)
+    torch.testing.assert_close(
+        run(), {name: torch.stack(2 * [p.detach()]) for name, p in model.named_parameters()}, rtol=0, atol=0
+    )
