@@ -38,7 +38,7 @@ without an underscore is public.
        testing                          laws and exactness for users: assert_exact, spmd
     9  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
        data                             sampler: the same global batches on any number of ranks
-       _call                            functional_call: entry, the four modes, the running call, schedule
+       _call                            functional_call: its checks, the modes, the running call, schedule
        curvature                        matrices as operators: hessian, ggn, fisher; lanczos, slq, cg, hutchinson
        _compiled                        fs.compile: the step and the passes over its graph
     8  _sharding                        shard, unshard, stream_full, reshard, skeleton, reduce_grads
@@ -78,8 +78,8 @@ from ._spec.precision import Precision
 from ._steps.accumulate import accumulate, pad_microbatches
 from ._transforms._recompute.remat import remat
 from ._transforms._recompute.saved_results import checkpoint_name
-from ._transforms.grad import grad, grad_and_value, value_and_grad
 from ._transforms.offload import offload
+from ._transforms.products import grad, grad_and_value, value_and_grad
 from .collectives._rank_check import check
 from .policies import Policy, by_path, by_size, by_type
 

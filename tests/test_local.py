@@ -298,13 +298,13 @@ def test_assert_exact_takes_both_models(kinds: tuple[str, ...], sizes: dict[str,
     case = Setting(kinds, sizes, OPTIONS[0])
     names = ("tensor", "expert")
 
-    def loss(call: fs.testing._side_by_side.ModelCall, x: Tensor) -> Tensor:
+    def loss(call: fs.testing._exact.ModelCall, x: Tensor) -> Tensor:
         return objective(call(x, {name: axis for name in names if (axis := call.axis(name)) is not None}))
 
     given: Any = case.whole, case.spec.on(case.sizes), case.xs
     fs.testing.assert_exact(loss, *given, local=case.model, order=2)
 
-    def summed(call: fs.testing._side_by_side.ModelCall, x: Tensor) -> Tensor:
+    def summed(call: fs.testing._exact.ModelCall, x: Tensor) -> Tensor:
         value = loss(call, x)
         return value if (axis := call.axis("shard")) is None else value * (1 + axis.size)
 

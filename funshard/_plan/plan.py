@@ -23,7 +23,7 @@ from .._core.checks import bind_spec, check_spec
 from .._core.spec import PartitionSpec
 from .._core.unit import P
 from .._spec.table import format_rows
-from .._transforms.grad import grad_and_value
+from .._transforms.products import grad_and_value
 from .costs import (
     CATEGORIES,
     Category,

@@ -24,7 +24,7 @@ from .._wire.flow import apply_options, unshard_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from ..collectives._functions import broadcast, sum_over
 from .ambient import REGISTER_HOOK, AmbientState, ForbiddenFunctions
-from .grad import grad
+from .products import grad
 
 
 def per_sample_grads(
