@@ -25,7 +25,7 @@ one of them:
     transforms   grad, grad_and_value, value_and_grad, hvp, per_sample_grads, chunked, transforms_attention
     memory       remat, offload, compile
     steps        accumulate, update_in_backward, pad_microbatches, scan, reduce_grads, weight_share; check
-    planning     plan, Hardware, visualize
+    planning     plan, Hardware
     submodules   policies, optim, curvature, checkpoint, loss_scale, averaging, compress, codecs, collectives, data, testing
 
 For those who change the package, its map: a folder imports only from floors below its own (tests/test_house.py), and a name
@@ -87,7 +87,7 @@ if _typing.TYPE_CHECKING:
     from . import averaging, checkpoint, codecs, compress, curvature, data, loss_scale, optim, testing
     from ._compiled.step import compile
     from ._init.init import init, init_buffers
-    from ._plan.costs import Hardware, visualize
+    from ._plan.costs import Hardware
     from ._plan.plan import plan
     from ._slices.random_slices import random_like
     from ._steps.in_backward import update_in_backward
@@ -103,7 +103,7 @@ __all__ = [
     "functional_call", "grad", "grad_and_value", "hvp", "init", "init_buffers", "loss_scale", "module_tree", "offload", "optim",
     "pad_microbatches", "param_views", "partition", "per_sample_grads", "plan", "policies", "random_like", "reduce_grads",
     "remat", "reshard", "scan", "shard", "skeleton", "stream_full", "testing", "trace_order", "transforms_attention",
-    "unflatten", "unshard", "update_in_backward", "value_and_grad", "visualize", "weight_share",
+    "unflatten", "unshard", "update_in_backward", "value_and_grad", "weight_share",
 ]  # fmt: skip
 
 
@@ -111,7 +111,7 @@ _LAZY = {
     "Hardware": "_plan.costs", "chunked": "_transforms.sliced", "compile": "_compiled.step", "hvp": "_transforms.products",
     "init": "_init.init", "init_buffers": "_init.init", "per_sample_grads": "_transforms.per_sample", "plan": "_plan.plan",
     "random_like": "_slices.random_slices", "scan": "_steps.scan", "transforms_attention": "_transforms.sliced",
-    "update_in_backward": "_steps.in_backward", "visualize": "_plan.costs",
+    "update_in_backward": "_steps.in_backward",
 }  # fmt: skip
 """The public names of modules that a step of training may do without, by module."""
 _LAZY_MODULES = {"averaging", "checkpoint", "codecs", "compress", "curvature", "data", "loss_scale", "optim", "testing"}

@@ -27,6 +27,7 @@ GONE: dict[str, dict[str, str]] = {
         "reduce_mean": "reduce_grads(grads, spec, weight=weight)",
         "scatter_full": "shard(full, spec, src=0)",
         "views": "param_views",
+        "visualize": "print(spec), which says what each rank holds of each unit; Plan.to_svg draws it",
     },
     "funshard.averaging": {
         "choose_reduce_axes": "the axes themselves, by the step: reduce_axes=all_axes if step < start else reduce_axes",

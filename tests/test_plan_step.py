@@ -354,7 +354,7 @@ def test_refusals() -> None:
         plan.compare({"3": 3})  # pyright: ignore[reportArgumentType]
 
 
-# --- python -m funshard plan, the picture of a plan, and fs.visualize ---
+# --- python -m funshard plan, and the picture of a plan ---
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
 
 MODEL = """
@@ -483,15 +483,6 @@ def test_readme_shows_what_its_command_draws(tmp_path: Path, monkeypatch: pytest
     assert "](examples/guide/plan.svg)" in readme.partition(command)[0]
     main(shlex.split(command))
     assert (tmp_path / "plan.svg").read_text() == (GUIDE / "plan.svg").read_text()
-
-
-def test_visualize_many_ranks() -> None:
-    model = nn.Linear(64, 64)
-    spec = fs.policies.whole()(model).on({"shard": 64})
-    text = fs.visualize(fs.shard(model, spec, rank=0), spec)
-    assert "... 63" in text
-    assert max(map(len, text.splitlines())) <= 80
-    refused(ValueError, "unit ''", lambda: fs.visualize({"": torch.zeros(3)}, spec))
 
 
 # --- fs.plan(step=): the peak is the profiler's, and what is sent is what the step sends ---

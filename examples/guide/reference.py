@@ -31,7 +31,7 @@ GROUPS = {
         "compile"
     ),
     "Accumulation, reductions and runs": "accumulate update_in_backward pad_microbatches scan reduce_grads weight_share",
-    "Planning: a step before it runs": "plan Hardware visualize",
+    "Planning: a step before it runs": "plan Hardware",
     "Ranks that disagree": "check",
 }
 """The names at the top of the package, in the order in which a user looks for them."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._core.checks import bind_spec, check_buffers
 from .._core.spec import PartitionSpec
 from .._core.unit import P, Unit
 from .._spec.parse import parse_bytes
@@ -250,69 +249,6 @@ def unit_bytes(spec: PartitionSpec, init: Init | None) -> dict[str, UnitBytes]:
         sizes = unit.numel, spec.padded_numel(unit) - unit.numel, length * dtype.itemsize, optimizer[unit.key]
         found[unit.key] = UnitBytes(spec.size(unit), *sizes, is_on_host(unit, spec))
     return found
-
-
-def count_per_slice(unit: Unit, spec: PartitionSpec) -> Tensor:
-    """Return the number of elements of parameters in each slice of a unit."""
-    bounds, start = torch.arange(spec.size(unit) + 1) * spec.shard_numel(unit), 0
-    below = torch.zeros_like(bounds)  # elements of parameters before each bound
-    for size, param in unit.parts:
-        if param is not None:
-            below += (bounds - start).clamp(0, size)
-        start += size
-    return below.diff()
-
-
-# --- A sharding drawn in a terminal ---
-
-MOST_RANKS = 8
-"""The ranks whose slices are drawn."""
-
-
-def visualize(params: Mapping[str, Tensor], spec: PartitionSpec, *, width: int = 72) -> str:
-    """Return a drawing of sharded parameters: a row for each unit, with the slice of every rank that splits it.
-
-    After ``jax.debug.visualize_array_sharding``. A box is a slice, and says which rank has it; the dots at its end are
-    its share of padding.
-
-    Args:
-        params: The shards, as `shard` gives them.
-        spec: Their spec.
-        width: The characters of a row.
-
-    Raises:
-        ValueError: Naming the unit, for shards that are not those of the spec.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
-        >>> spec = fs.by_type(torch.nn.Linear)(model).on({"shard": 2})
-        >>> print(fs.visualize(fs.shard(model, spec, rank=0), spec, width=30))
-        0  shard=2  72
-        +-------------+-------------+
-        |      0      |      1   ...|
-        +-------------+-------------+
-        1  shard=2  27
-        +-------------+-------------+
-        |      0  ....|      1      |
-        +-------------+-------------+
-    """
-    spec = bind_spec(spec)
-    check_buffers(params, spec, {unit.key: spec.stored(unit)[0] for unit in spec})
-    sizes, lines = dict(spec.bound_mesh.sizes), list[str]()
-    for unit in spec:
-        slices, length = spec.size(unit), spec.shard_numel(unit)
-        shown = min(slices, MOST_RANKS)
-        cell = max((width - 1) // (shown + (slices > shown)) - 1, 6)
-        boxes: list[str] = []
-        for rank, numel in enumerate(count_per_slice(unit, spec).tolist()[:shown]):
-            padding = round(cell * (length - numel) / length) if length else 0
-            boxes.append(("all" if slices == 1 else str(rank)).center(cell)[: cell - padding] + "." * padding)
-        boxes += [f"... {slices - 1}".center(cell)] if slices > shown else []
-        edge = "+" + "+".join("-" * cell for _ in boxes) + "+"
-        axes = " x ".join(f"{axis}={sizes[axis]}" for axis in unit.p.axes) or "replicated"
-        lines += [f"{unit.key or repr('')}  {axes}  {unit.numel:,}", edge, "|" + "|".join(boxes) + "|", edge]
-    return "\n".join(lines)
 
 
 # --- Bytes and times as a plan writes them ---

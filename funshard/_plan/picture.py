@@ -8,8 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from .._core.spec import PartitionSpec
-from .costs import CATEGORIES, MOST_RANKS, Category, Event, Timeline, UnitBytes, count_per_slice, format_bytes, format_seconds
+from .._core.unit import Unit
+from .costs import CATEGORIES, Category, Event, Timeline, UnitBytes, format_bytes, format_seconds
 
 LEFT, WIDTH, RIGHT, EDGE = 92, 730, 178, 24
 """The widths of the names at the left, of what is to scale, of the figures at the right, and of the margin."""
@@ -17,6 +21,8 @@ STRIP, ROW = 16, 22
 """The height of a box, and of a row with the gap below it."""
 COLUMNS = 365
 """The steps of the curves of memory."""
+MOST_RANKS = 8
+"""The ranks whose slices are drawn."""
 
 LIGHT = {"page": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "on-color": "#ffffff", "track": "#eef1f4", "grid": "#d1d9e0"}
 DARK = {"page": "#0d1117", "ink": "#e6edf3", "muted": "#9198a1", "on-color": "#ffffff", "track": "#1c2128", "grid": "#3d444d"}
@@ -240,10 +246,21 @@ def _draw_streams(panel: _Panel, timeline: Timeline) -> Iterable[str]:
 # --- The slices of parameters on the ranks: units to scale, padding hatched ---
 
 
+def _count_per_slice(unit: Unit, spec: PartitionSpec) -> Tensor:
+    """Return the number of elements of parameters in each slice of a unit."""
+    bounds, start = torch.arange(spec.size(unit) + 1) * spec.shard_numel(unit), 0
+    below = torch.zeros_like(bounds)  # elements of parameters before each bound
+    for size, param in unit.parts:
+        if param is not None:
+            below += (bounds - start).clamp(0, size)
+        start += size
+    return below.diff()
+
+
 def _draw_ranks(panel: _Panel, spec: PartitionSpec, ranks: int, padding: int) -> Iterable[str]:
     """Yield a row with the slices of each of the first ranks; a row equal to an earlier one is a copy of it."""
     right, prefix, drawn = LEFT + WIDTH + RIGHT - EDGE, find_prefix(spec.by_key), dict[tuple[int, ...], int]()
-    counts = [count_per_slice(unit, spec) for unit in spec]
+    counts = [_count_per_slice(unit, spec) for unit in spec]
     yield _text(LEFT, panel.top - 12, "Parameters on the ranks, unit by unit", size=12, weight="bold")
     yield _text(right, panel.top - 12, "elements", ink="muted", anchor="end")
     for rank in range(min(ranks, MOST_RANKS)):
