@@ -68,6 +68,17 @@ def module_class(name: str, parts: Callable[..., dict[str, Any]], forward: Calla
     return type(name, (nn.Module,), {"__init__": init, "forward": forward, "__module__": parts.__module__})
 
 
+class Block(nn.Module):
+    """With a branch of two layers around which its input goes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A model, batches with the ranks in dimension 0, the loss of one rank's batch, and the classes of its blocks."""

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from depth import depth
@@ -171,12 +170,6 @@ def shards_of(policy: fs.Policy, model: nn.Module, mesh: Any = None) -> tuple[fs
     """The model's spec, bound to a mesh or to all ranks, and its shards."""
     spec = policy(model).bound if mesh is None else policy(model).on(mesh)
     return spec, fs.shard(model, spec)
-
-
-def refused(error: type[Exception] | tuple[type[Exception], ...], match: str, call: Callable[[], Any]) -> None:
-    """The call is this error, of these words."""
-    with pytest.raises(error, match=match):
-        call()
 
 
 def squared_loss(model: nn.Module, spec: fs.PartitionSpec, x: Tensor) -> Callable[[fs.Params], Tensor]:

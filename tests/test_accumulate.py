@@ -20,7 +20,8 @@ from depth import at_most, dealt, depth, each, every, mark_seldom, seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import numbers, refused, shards_of
+from models import refused
+from parity import numbers, shards_of
 from peer_models import MLP, Net, chain
 from ranks import mesh_of, real_ranks
 from test_memory import Alive, Peak, no_collector

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from depth import at_most, depth, each, every, mark_seldom
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from parity import refused
+from models import refused
 from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close

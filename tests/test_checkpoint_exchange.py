@@ -16,7 +16,7 @@ import pytest
 import safetensors
 import torch
 from depth import at_most, each
-from models import build
+from models import build, refused
 from ranks import Pool, real_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -58,11 +58,6 @@ def same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def written(directory: Path) -> dict[str, Tensor]:
     """All tensors of a directory, by the library."""
     return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
-def refused(kind: type[Exception], match: str, do: Callable[[], Any]) -> None:
-    with pytest.raises(kind, match=match):
-        do()
 
 
 # --- Out and in. ---

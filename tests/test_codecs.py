@@ -13,7 +13,7 @@ import pytest
 import torch
 from depth import at_most, every, seldom
 from hypothesis import example, given
-from parity import refused
+from models import refused
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -12,7 +12,8 @@ from collective_log import world
 from depth import seldom
 from hypothesis import given
 from hypothesis import strategies as st
-from parity import HIGHER, along, numbers, refused, shards_of, squared_loss
+from models import refused
+from parity import HIGHER, along, numbers, shards_of, squared_loss
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor

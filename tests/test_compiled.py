@@ -10,14 +10,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from depth import at_most, depth, each, mark_seldom, seldom
+from models import Block
 from ranks import Pool, real_ranks
-from test_collectives import Block, data, model
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_map
 
 import funshard as fs
 from funshard import _torch
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 5), *(Block(5) for _ in range(2)), nn.Linear(5, 2)).double()
+
+
+def data(size: int) -> Tensor:
+    return torch.randn(size, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
 def small() -> nn.Module:

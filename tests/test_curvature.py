@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, depth, every, seldom
 from hypothesis import given
-from parity import refused, shards_of
+from models import refused
+from parity import shards_of
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from depth import every, seldom
-from parity import refused
+from models import refused
 from ranks import real_ranks
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

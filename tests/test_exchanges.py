@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
-from parity import refused
+from models import refused
 from ranks import mesh_of, real_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -15,7 +15,8 @@ import torch
 from cases import owned
 from depth import at_most, every, pairs
 from hypothesis import strategies as st
-from parity import refused, shards_of, step_with
+from models import refused
+from parity import shards_of, step_with
 from ranks import at_rank, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close

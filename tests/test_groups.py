@@ -16,8 +16,8 @@ from collective_log import gathers, scatters, step, world
 from depth import at_most, each, every, mark_seldom, seldom
 from fuzz_cases import Case, mirrored, on_real_ranks
 from hosted import elsewhere
-from models import EXACT
-from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, refused, tokens
+from models import EXACT, refused
+from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
 from peer_models import MLP, Block, Chunked, Net, Transformer
 from ranks import Pool, mesh_of, real_ranks
 from test_at_rest import CODECS, XS, Adapted, expected, model_of, quantized

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, seldom
-from parity import refused
+from models import refused
 from ranks import mesh_of, real_ranks
 from test_local import Setting, check, objective, of_rank
 from test_local_training import Tree, norm

@@ -10,7 +10,7 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom, seldom
-from parity import refused
+from models import refused
 from ranks import mesh_of, real_ranks
 from test_local import LAYERS, OPTIONS, Setting, batches, objective
 from torch import Tensor, nn

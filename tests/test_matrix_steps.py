@@ -11,8 +11,8 @@ import matrix_peers as peers
 import pytest
 import torch
 from depth import at_most, depth, each, seldom
-from models import of_transformers
-from parity import refused, shards_of, step_with
+from models import of_transformers, refused
+from parity import shards_of, step_with
 from ranks import Pool, mesh_of, real_ranks
 from test_by_matrix import ALONE as ON_ONE
 from test_by_matrix import GRADS, MODEL, PARAMS, REST, WANTED, collect, matrices_on, spec_on

@@ -9,7 +9,7 @@ import pytest
 import torch
 from collective_log import Collectives
 from depth import every
-from parity import refused
+from models import refused
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close

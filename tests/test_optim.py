@@ -12,7 +12,8 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, each, every
-from parity import STRATEGIES, numbers, refused, same, sharded_call, shards_of, squared, squared_loss, step_with
+from models import refused
+from parity import STRATEGIES, numbers, same, sharded_call, shards_of, squared, squared_loss, step_with
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn

@@ -17,8 +17,8 @@ from collective_log import Collectives, world
 from depth import at_most, depth, each, every
 from hypothesis import given
 from hypothesis import strategies as st
-from models import unchanged
-from parity import GRADIENTS, HIGHER, MAIN_WAYS, WAYS, refused, shards_of, step_with
+from models import refused, unchanged
+from parity import GRADIENTS, HIGHER, MAIN_WAYS, WAYS, shards_of, step_with
 from ranks import mesh_of, real_ranks
 from test_memory import Alive, no_collector
 from torch import Tensor, nn

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, every, seldom
-from parity import refused, shards_of
+from models import refused
+from parity import shards_of
 from ranks import at_rank, mesh_of, real_ranks
 from test_compile import IMPORT
 from test_memory import Peak

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, depth, each, every, seldom, some
-from parity import refused
+from models import refused
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as theirs

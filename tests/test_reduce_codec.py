@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
 from depth import at_most, every, mark_seldom
-from parity import HIGHER, WAYS, refused, shards_of
+from models import refused
+from parity import HIGHER, WAYS, shards_of
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh

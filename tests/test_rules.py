@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most
-from parity import refused
+from models import refused
 from ranks import at_rank
 from test_compile import IMPORT
 from torch import Tensor, nn

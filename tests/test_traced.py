@@ -14,10 +14,9 @@ import pytest
 import torch
 from collective_log import SHORT, Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
-from models import module_class
+from models import Block, module_class
 from parity import STRATEGIES, WAYS
 from ranks import Pool, real_ranks
-from test_collectives import Block
 from test_compiled import MODEL
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
