@@ -130,7 +130,7 @@ def test_files_are_short() -> None:
 
 
 BUDGETS = {
-    "_call": 3350, "_compiled": 950, "_core": 2425, "_init": 475, "_plan": 1350, "_sharding": 1150, "_slices": 475,
+    "_call": 3350, "_compiled": 950, "_core": 2425, "_init": 475, "_plan": 1300, "_sharding": 1150, "_slices": 475,
     "_spec": 1025, "_steps": 975, "_torch": 2075, "_transforms": 3200, "_units": 150, "_wire": 1775, "checkpoint": 3150,
     "codecs": 350, "collectives": 1525, "compress": 475, "curvature": 675, "data": 225, "optim": 3925, "policies": 425,
     "testing": 625,
@@ -151,7 +151,7 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 31_170
+    assert sum(lines.values()) <= 31_130
 
 
 def test_tests_stay_within_their_budget() -> None:
@@ -226,7 +226,7 @@ def test_few_names_are_public() -> None:
     ]
     names = {id(getattr(module, name)): f"{module.__name__}.{name}" for module in modules for name in module.__all__}
     assert len(modules) == 12
-    assert len(names) <= 159, sorted(names.values())
+    assert len(names) <= 158, sorted(names.values())
 
 
 @pytest.mark.parametrize("module", GONE)
