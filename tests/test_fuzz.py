@@ -110,7 +110,8 @@ MAY_BE_REFUSED: dict[str, set[str]] = {
     "reads other parameters in one of its runs": {"Cached"},
     "puts a tensor into its buffer": {"Counts"},
     "does not own it": {"Borrows"},
-    "neither an argument nor reached from one": {"InnerAutograd", "Rewrapped"},
+    "neither an argument nor reached from one": {"Cached", "InnerAutograd", "Rewrapped"},
+    "which is not one of its arguments": {"Cached"},  # the same, where the parameter is known
     "Batching rule not implemented for aten::lstm": {"Lstm"},  # recomputed on simulated ranks
     "Batching rule not implemented for aten::div.out": {"spectral_norm"},  # recomputed for each sample
     "attempting to call Tensor.requires_grad_()": {"InnerAutograd"},  # clipped, whose units are differentiated one by one

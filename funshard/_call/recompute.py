@@ -220,7 +220,7 @@ class _RecomputedModule:
             else:
                 views = run_unrecorded(gathered.route.unflatten, gathered.buffer, gathered.unit)
                 if shard.requires_grad:  # the first run has a graph, which the parameters are to be asked for as well
-                    _, *views = BeginGraph.apply(HANDED_ON.format(self.name), shard.detach().requires_grad_(), *views)
+                    _, *views = BeginGraph.apply(HANDED_ON.format(self.name), shard, *views)
             names = (param.name for param in gathered.unit.params)
             params |= zip(names, views, strict=True)
             buffers[gathered.unit.key] = gathered.buffer

@@ -425,12 +425,18 @@ class RecomputedFunction:
         return tuple(r.detach() for r in results)  # autograd writes on what a Function returns; it may be a constant
 
     def _begin_graph(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return operands that require grad as the caller's do, by nodes that lead to those where plain autograd has them."""
+        """Return operands that require grad as the caller's do, by nodes that lead to those where plain autograd has them.
+
+        Those of the first root, such as a module's parameters, have another node: no gradient of arguments goes through that.
+        """
+        out, given, end = list(xs), self._before.tensors, self._before.ends[1]
+        flagged = [i for i, flag in enumerate(self._flags) if flag]
         with torch.enable_grad():
-            given = zip(xs, self._before.tensors, self._flags, strict=True)
-            sources = [x.detach().requires_grad_() if _torch.is_wrapped(t) else t for x, t, flag in given if flag]
-            begun = iter(BeginGraph.apply(HANDED_ON.format(self.name), *sources))
-        return tuple(next(begun) if flag else x for x, flag in zip(xs, self._flags, strict=True))
+            for some in ([i for i in flagged if i < end], [i for i in flagged if i >= end]):
+                sources = [xs[i].detach().requires_grad_() if _torch.is_wrapped(given[i]) else given[i] for i in some]
+                for i, x in zip(some, sources and BeginGraph.apply(HANDED_ON.format(self.name), *sources), strict=True):
+                    out[i] = x
+        return tuple(out)
 
     def _run(self, roots: Sequence[Any], xs: Sequence[Tensor]) -> Any:
         """Run the function in the surroundings of its first run, and return its result."""
