@@ -229,7 +229,7 @@ class CallOptions(NamedTuple):
 
 
 class CallInputs(NamedTuple):
-    """What a call gathers, and how it reduces gradients."""
+    """The parameters that a call gathers, and the options by which it gathers them and reduces their gradients."""
 
     params: Mapping[str, Tensor]
     spec: PartitionSpec

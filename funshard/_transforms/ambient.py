@@ -125,7 +125,7 @@ class AmbientState:
 
 
 class _Running(threading.local):
-    """What runs in this thread."""
+    """The functions that this thread runs, and how it runs them."""
 
     names: tuple[str, ...] = ()
     """The functions that run and will run again, the innermost last."""

@@ -285,14 +285,14 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
     directory = open_path(os.fsdecode(directory))
     complete = [found.path for found in list_committed(directory) if not found.find_damage()]
-    old, removed = {str(path) for path in complete[:-keep]}, list[AnyPath]()
-    for path in complete[:-keep]:
+    old, removed = {str(path): path for path in complete[:-keep]}, list[AnyPath]()
+    for path in old.values():
         try:
             remove(path / MANIFEST)  # first, so that no reader takes a half of it for a checkpoint
         except PermissionError:  # noqa: PERF203 - of this one
             warnings.warn(f"checkpoint.clean: {path} stays, because this user may not remove it", stacklevel=2)
     others = [path for path in directory.iterdir() if str(path) not in old] if directory.is_dir() else []
-    for path in (*complete[:-keep], *others):
+    for path in (*old.values(), *others):
         with contextlib.suppress(OSError):  # another process writes there or cleans too, or the user may not
             left, is_old = _list_left(path), str(path) in old
             if (is_old or any(file.name != METADATA for file in left)) and not has_manifest(path):

@@ -234,8 +234,8 @@ def _compare_messages(found: list[tuple[Any, ...]]) -> tuple[str, list[list[Any]
     if any(digest != digests[0] for digest in digests):
         return "", None
     seen: dict[tuple[str, str, int], tuple[int, int]] = {}
-    for rank, digests in enumerate(replicas):
-        for at, digest in digests.items():
+    for rank, slices in enumerate(replicas):
+        for at, digest in slices.items():
             other, expected = seen.setdefault(at, (rank, digest))
             if digest != expected:
                 raise ValueError(
