@@ -14,7 +14,7 @@ from ._core.layout import Params
 from ._core.mesh import Axes, Mesh
 from ._core.spec import PartitionSpec
 from ._gone import raise_gone
-from ._slices.values import is_averaged
+from ._slices.values import is_inexact
 from ._spec.local import check_axes_are_given, distinct_axes
 from ._units.accumulation import drop_unweighted
 from ._wire.reductions import BUCKET_BYTES, Bucket
@@ -80,7 +80,7 @@ def average_buffers(
     mesh = spec.bound_mesh
     chosen = mesh.select(axes)
     names = tuple(name for name, axis in mesh.axes if name in chosen and axis.size > 1)
-    over = {name: names for name, buffer in buffers.items() if names and is_averaged(buffer)}
+    over = {name: names for name, buffer in buffers.items() if names and is_inexact(buffer)}
     if weight is None:
         return _average_buckets(buffers, over, mesh)
     own = total = torch.as_tensor(weight, dtype=torch.float32, device=mesh.device)
@@ -158,7 +158,7 @@ def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axe
             what = "unit" if key in spec.by_key else "parameter"
             why = f"{what} '{key}' is split over '{both[0]}', where each rank has other elements"
             raise ValueError(f"{why}: expected axes without it, got {axes!r}")
-        if is_averaged(tensor):
+        if is_inexact(tensor):
             out[key] = tuple(name for name, axis in mesh.axes if name in chosen and name not in split and axis.size > 1)
     return {key: names for key, names in out.items() if names}
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import math
 import os
-import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from depth import depth, seldom
 from ranks import launch
 from torch.utils import _pytree as pytree

@@ -1,4 +1,4 @@
-"""Values of gradients and parameters: whether all are finite, on all ranks, and moving averages."""
+"""Values of gradients and parameters: which kinds there are, whether all are finite on all ranks, and moving averages."""
 
 from __future__ import annotations
 
@@ -73,12 +73,17 @@ def update_average(average: Mapping[str, Tensor], params: Mapping[str, Tensor], 
     weight = 1 - decay
     return {
         key: a.lerp(params[key].to(a), weight.to(a) if isinstance(weight, Tensor) else weight)
-        if is_averaged(a)
+        if is_inexact(a)
         else params[key].to(a, copy=True)
         for key, a in average.items()
     }
 
 
-def is_averaged(tensor: Tensor) -> bool:
-    """Return whether a tensor is averaged: integers and bools are copied instead."""
+def is_inexact(tensor: Tensor) -> bool:
+    """Return whether a tensor is floating point or complex. Others are neither updated nor averaged."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """Return the tensor in float32, or in its own dtype if that is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -21,6 +21,7 @@ from .._core.layout import Params, flatten_unit
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
+from .._slices.values import upcast
 from .._transforms._recompute.function import find_tensors
 from .._transforms.error_hints import add_hints
 from .._transforms.products import check_differentiable, check_recorded, is_differentiated_outside, run_loss
@@ -74,10 +75,6 @@ def _make_loss_scales(
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _to_sum_dtype(x: Tensor) -> Tensor:
-    return x.to(_sum_dtype(x.dtype))
 
 
 # --- Micro-batches on several ranks: as many on each, or made so by some of weight 0 ---
@@ -221,7 +218,7 @@ def _add_grad(sums: Params, key: str, grad: Tensor, *, owned: bool = True) -> No
     if key in sums:
         sums[key].add_(grad)
     else:
-        sums[key] = _to_sum_dtype(grad if owned else grad.clone(memory_format=torch.contiguous_format))
+        sums[key] = upcast(grad if owned else grad.clone(memory_format=torch.contiguous_format))
 
 
 @dataclass(frozen=True)
@@ -318,7 +315,7 @@ class AccumulationPlan:
 
     def combine_values(self, sums: GradSums) -> Any:
         """Return this rank's mean or sum of the losses; with aux ``(value, auxes)``."""
-        by, scales, each = self.reduction.by, self.scales, torch.stack([*map(_to_sum_dtype, sums.values)])
+        by, scales, each = self.reduction.by, self.scales, torch.stack([*map(upcast, sums.values)])
         if scales is not None:
             each = drop_unweighted(each, scales) * scales
         if by == "mean":
@@ -481,7 +478,7 @@ def _run_recorded(f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums)
         if plan.full:
             grads = grads[0], {name: drop_unweighted(grad, weight) for name, grad in grads[1].items()}
         for total, new in zip((sums.own, sums.through), grads, strict=True):
-            total |= {key: total[key] + _to_sum_dtype(x) if key in total else _to_sum_dtype(x) for key, x in new.items()}
+            total |= {key: total[key] + upcast(x) if key in total else upcast(x) for key, x in new.items()}
         sums.values.append(value)
         sums.auxes.extend(aux)
 

@@ -26,6 +26,7 @@ from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._slices.pieces import zero_padding
 from .._slices.random_slices import MASK, draw_normal, philox
+from .._slices.values import upcast
 from .._spec.codec import check_trainable
 from .._wire.flow import reduce_along, transpose_options
 from .._wire.host import HOST, compute_device
@@ -397,7 +398,7 @@ def _orthonormalize(matrices: Params) -> Params:
     for shape in dict.fromkeys(x.shape for x in matrices.values()):
         some = {k: x for k, x in matrices.items() if x.shape == shape}
         x = torch.stack(list(some.values()))
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = upcast(x)
         if shape[1] == 1:  # by its norm, which is quicker
             wide = torch.nn.functional.normalize(wide, dim=1, eps=torch.finfo(wide.dtype).tiny)
         else:

@@ -19,6 +19,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
 from .._slices.pieces import param_ranges
+from .._slices.values import is_inexact
 from ..collectives._functions import vary
 
 Tensors = Mapping[str, Tensor]  # a tree that is only read: by unit key or parameter name
@@ -88,11 +89,6 @@ def check_nonnegative(who: str, **values: Any) -> None:
             check_rate(value, f"{who}: lr", optional=False)
         if not value >= 0:
             raise ValueError(f"{who}: {name}: expected at least 0, got {value}")
-
-
-def is_updated(tensor: Tensor) -> bool:
-    """Return whether an optimizer changes the tensor: integers stay as they are."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def copy_like(template: Tensor, values: Tensor | None = None) -> Tensor:
@@ -306,7 +302,7 @@ def join_ranges(old: Tensor, ranges: OptionRanges, parts: Sequence[Tensor]) -> T
 def find_updated(ranges: Mapping[str, OptionRanges] | None, params: Tensors) -> dict[str, OptionRanges]:
     """Return the option ranges of units that an update changes: integers stay. ValueError or TypeError for other slices."""
     check_tensors(params, "params")
-    updated = [key for key, x in params.items() if is_updated(x)]
+    updated = [key for key, x in params.items() if is_inexact(x)]
     if ranges is None:
         return dict.fromkeys(updated, OptionRanges())
     for key, tensor in params.items():

@@ -13,11 +13,11 @@ from .. import _torch
 from .._core.checks import bind_spec, check_mapping, check_spec
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
-from .._slices.values import agree_finite, check_decay, find_nonfinite, is_averaged, select_if_finite, update_average
+from .._slices.values import agree_finite, check_decay, find_nonfinite, is_inexact, select_if_finite, upcast, update_average
 from .._torch.tracing import LOGGER
 from ..collectives._world import check_spans_world
-from ._checks import Optimizer, Tensors, break_message, check_tensors, is_pair, is_updated
-from ._norms import check_max_norm, clip_by_global_norm, upcast
+from ._checks import Optimizer, Tensors, break_message, check_tensors, is_pair
+from ._norms import check_max_norm, clip_by_global_norm
 from ._schedules import read_count
 
 Pair = tuple[Callable[[Any], Any], Callable[..., tuple[Mapping[str, Tensor], Any]]]
@@ -203,7 +203,7 @@ def accumulate_steps(k: int) -> Link:
         raise ValueError(f"accumulate_steps: expected k of 1 or more, got {k}")
 
     def begin(inner: Any, params: Tensors) -> AccumulationState:
-        sums = {key: torch.zeros_like(upcast(x)) for key, x in params.items() if is_updated(x)}
+        sums = {key: torch.zeros_like(upcast(x)) for key, x in params.items() if is_inexact(x)}
         return AccumulationState(inner, torch.zeros((), dtype=torch.int64), sums)
 
     def step(update: Any, grads: Tensors, state: AccumulationState, params: Tensors, **rates: Any) -> tuple[Tensors, Any]:
@@ -254,7 +254,7 @@ def ema(decay: float | Callable[[Tensor], float | Tensor], *, dtype: torch.dtype
         check_decay(decay)
 
     def begin(inner: Any, params: Tensors) -> EmaState:
-        dtypes = {key: dtype or torch.promote_types(x.dtype, torch.float32) for key, x in params.items() if is_averaged(x)}
+        dtypes = {key: dtype or torch.promote_types(x.dtype, torch.float32) for key, x in params.items() if is_inexact(x)}
         average = {key: x.to(dtypes.get(key, x.dtype), copy=True) for key, x in params.items()}
         return EmaState(inner, average, torch.zeros((), dtype=torch.int64))
 

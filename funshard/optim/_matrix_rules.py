@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.spec import PartitionSpec
+from .._slices.values import is_inexact, upcast
 from ._by_matrix import Fallback, MatrixOptions, MatrixRule, Payload, Slots, make_optimizer, rule_from_update
-from ._checks import Optimizer, ParamOptions, Tensors, check_nonnegative, is_updated
+from ._checks import Optimizer, ParamOptions, Tensors, check_nonnegative
 from ._matrices import Matrices, matrices
-from ._norms import upcast
 
 RELATIVE_EPS = 1e-6
 """Shampoo adds this times the largest eigenvalue to each."""
@@ -463,7 +463,7 @@ def adafactor(
 def _refuse_update(spec: PartitionSpec, params: Tensors) -> Mapping[str, Any]:
     """Return no state for what is not updated; raise ValueError for anything else, also on ranks that hold none of it."""
     for name, x in params.items():
-        if is_updated(x) and (spec.by_name[name][1].numel if name in spec.by_name else len(x)):
+        if is_inexact(x) and (spec.by_name[name][1].numel if name in spec.by_name else len(x)):
             raise ValueError(
                 f"Adafactor: '{name}' is frozen, or none of the matrices given: expected what is trained, all of it among the "
                 "matrices; set the rest apart with trainable, frozen = partition(params, spec)"

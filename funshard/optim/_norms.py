@@ -16,6 +16,7 @@ from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._slices.pieces import check_slice, map_unpadded, split_by_param
+from .._slices.values import upcast
 from .._spec.local import distinct_axes
 from .._wire.host import compute_device
 from ..collectives._agree import Comparison, RankLines, find_difference, find_host_groups
@@ -227,11 +228,6 @@ def _make_difference_error(everyone: RankLines) -> ValueError:
         f"a norm or an inner product: rank {rank} has {expected} in its tree where rank {other} has {got}: expected the same "
         "keys in the same order on all ranks, such as all units of the spec; an unused parameter has gradient zeros"
     )
-
-
-def upcast(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32, or in its own dtype if that is wider."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable[[str], str] | None = None) -> Params:
