@@ -89,6 +89,7 @@ FOUND = [
     one("Attention", "remat", "hvp", leaves=True),
     one("Counts", "replicated remat", "jvp", order=(0, 0)),
     one("Lstm", "remat", "fs.grad", leaves=True),
+    one("SavedOnCpu", "remat", "fs.grad", leaves=True, root="shard", mesh=(2, 1)),
     # what torch computes
     one("batch_norm", "remat", "hvp"),
     one("group_norm", "remat", "hvp"),

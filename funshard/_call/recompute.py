@@ -211,7 +211,7 @@ class _RecomputedModule:
         return out
 
     def _insert_gathered(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return parameters, full where the schedule has gathered them for the first and the last run, and their buffers."""
+        """Return parameters, full where the schedule has gathered them, and in the first run the buffers of these units."""
         params, buffers = dict(params), dict[str, Tensor]()
         for gathered in self._gathered_units if self._first or self._last else ():
             shard = params.pop(gathered.unit.key)
@@ -221,9 +221,9 @@ class _RecomputedModule:
                 views = run_unrecorded(gathered.route.unflatten, gathered.buffer, gathered.unit)
                 if shard.requires_grad:  # the first run has a graph, which the parameters are to be asked for as well
                     _, *views = BeginGraph.apply(HANDED_ON.format(self.name), shard, *views)
+                buffers[gathered.unit.key] = gathered.buffer
             names = (param.name for param in gathered.unit.params)
             params |= zip(names, views, strict=True)
-            buffers[gathered.unit.key] = gathered.buffer
         return params, buffers
 
     @contextlib.contextmanager
