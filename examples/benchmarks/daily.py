@@ -7,10 +7,11 @@ Two gloo ranks with a GPT of 14 million fp32 parameters. Each part compares mode
 "over" are medians over rounds of the ratio within a round, with the middle half of those ratios. Collectives are those of one
 run, by torch's dispatcher, which does not see those of DDP. Peaks are the profiler's, as in peers.py.
 
-"norms": that of each gradient, by name. "finite": AdamW, and AdamW that skips a step if a gradient is not finite. "state":
-AdamW with its moments in float32 and in 8 bits, and what the state holds; those of bitsandbytes and torchao run if they are
-installed, on the same slices. "join": four steps on each rank, and four on the first and two on the other. "samples": the
-indices of an epoch of a million samples, and of a step in its middle after a restart. "schedule": a thousand learning rates.
+"norms": that of each gradient, by name. "finite": AdamW, and AdamW that skips a step if a gradient is not finite. "rules: SGD"
+and others: torch's foreach kernels on FSDP2's parameters and on slices, and the pure rule. "state": AdamW with its moments in
+float32 and in 8 bits, and what the state holds; those of bitsandbytes and torchao run if they are installed, on the same
+slices. "join": four steps on each rank, and four on the first and two on the other. "samples": the indices of an epoch of a
+million samples, and of a step in its middle after a restart. "schedule": a thousand learning rates.
 """
 
 import argparse
@@ -97,7 +98,7 @@ def main() -> None:
 
 COLUMNS = {"collectives": "{}", "state bytes": "{:,}", "peak bytes": "{:,}"}
 HAVE_COLLECTIVES = {"norms", "finite"}
-HAVE_PEAKS = {"norms", "finite", "state", "join"}
+HAVE_PEAKS = PARTS.keys() - {"samples", "schedule"}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The modes of daily.py: norms, updates, unequal steps, samples and schedules, by funshard and by torch's own."""
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable
@@ -53,15 +54,20 @@ def norms(model: nn.Module) -> Step:
 
 # --- updates ---
 
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
+TorchOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+ADAMW = fs.optim.from_torch(torch.optim.AdamW, fused=True, donate=True)
+TORCH_ADAMW = functools.partial(torch.optim.AdamW, fused=True)
 
-def update_fsdp2(*, scaled: bool) -> Build:
+
+def update_fsdp2(optimizer: TorchOptimizer, *, scaled: bool = False) -> Build:
     def build(model: nn.Module) -> Step:
-        optimizer = torch.optim.AdamW(parameters_of_fsdp2(model).values(), fused=True)
+        own = optimizer(parameters_of_fsdp2(model).values())
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=10**9, enabled=scaled)
         scaler.scale(torch.ones(()))
 
         def step(x: Tensor, y: Tensor) -> None:
-            scaler.step(optimizer)
+            scaler.step(own)
             scaler.update()
 
         return step
@@ -69,13 +75,10 @@ def update_fsdp2(*, scaled: bool) -> Build:
     return build
 
 
-Pair = tuple[Callable[..., Any], Callable[..., Any]]
-
-
-def update(wrap: Callable[[Pair, fs.PartitionSpec], Pair], **options: Any) -> Build:
+def update(make: Callable[[fs.PartitionSpec], Pair], **options: Any) -> Build:
     def build(model: nn.Module) -> Step:
         spec, params, grads = shards_of(model, **options)
-        init, update = wrap(fs.optim.from_torch(torch.optim.AdamW, fused=True, donate=True), spec)
+        init, update = make(spec)
         known = [params, init(params)]
 
         def step(x: Tensor, y: Tensor) -> object:
@@ -87,8 +90,8 @@ def update(wrap: Callable[[Pair, fs.PartitionSpec], Pair], **options: Any) -> Bu
     return build
 
 
-def update_slices(optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> Build:
-    """Another package's optimizer, on the slices as its parameters."""
+def update_slices(optimizer: TorchOptimizer) -> Build:
+    """An optimizer of torch's or of another package, on the slices as its parameters."""
 
     def build(model: nn.Module) -> Step:
         _, params, grads = shards_of(model, align=256)
@@ -118,6 +121,25 @@ def eight_bits() -> dict[str, Build]:
 
         found["torchao"] = update_slices(lambda leaves: AdamW8bit(leaves))
     return found
+
+
+RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], fs.optim.Optimizer]] = {
+    "SGD": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}, fs.optim.sgd(1e-3, momentum=0.9)),
+    "AdamW": (torch.optim.AdamW, {}, fs.optim.adamw(1e-3, weight_decay=1e-2)),
+    "RMSprop": (torch.optim.RMSprop, {}, fs.optim.rmsprop(1e-2, decay=0.99)),
+    "Adagrad": (torch.optim.Adagrad, {}, fs.optim.adagrad(1e-2)),
+}
+
+
+def of_rule(cls: type[torch.optim.Optimizer], options: dict[str, Any], rule: Pair) -> dict[str, Build]:
+    """The foreach kernels of torch on FSDP2's parameters and on slices, and the pure rule, which makes new tensors."""
+    foreach = functools.partial(cls, foreach=True, **options)
+    return {
+        "FSDP2": update_fsdp2(foreach),
+        "slices": update_slices(foreach),
+        "from_torch": update(lambda spec: fs.optim.from_torch(cls, foreach=True, donate=True, **options)),
+        "fs": update(lambda spec: rule),
+    }
 
 
 # --- unequal work ---
@@ -230,15 +252,16 @@ PARTS: dict[str, dict[str, Build]] = {
         "fs": norms,
     },
     "finite": {
-        "FSDP2": update_fsdp2(scaled=False),
-        "FSDP2, GradScaler": update_fsdp2(scaled=True),
-        "fs": update(lambda pair, spec: pair),
-        "fs, apply_if_finite": update(lambda pair, spec: fs.optim.apply_if_finite(spec)(pair)),
+        "FSDP2": update_fsdp2(TORCH_ADAMW),
+        "FSDP2, GradScaler": update_fsdp2(TORCH_ADAMW, scaled=True),
+        "fs": update(lambda spec: ADAMW),
+        "fs, apply_if_finite": update(lambda spec: fs.optim.apply_if_finite(spec)(ADAMW)),
     },
+    **{f"rules: {name}": of_rule(*rule) for name, rule in RULES.items()},
     "state": {
-        "float32": update(lambda pair, spec: pair, align=256),
+        "float32": update(lambda spec: ADAMW, align=256),
         "quantized_state": update(
-            lambda pair, spec: fs.optim.quantized_state(pair, fs.codecs.dynamic8(), spec=spec, donate=True), align=256
+            lambda spec: fs.optim.quantized_state(ADAMW, fs.codecs.dynamic8(), spec=spec, donate=True), align=256
         ),
         **eight_bits(),
     },
