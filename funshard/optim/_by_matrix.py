@@ -17,7 +17,7 @@ from .._core.tree import Param
 from .._spec.local import stack_dims
 from .._torch.tracing import phase
 from . import _checks
-from ._checks import Optimizer, ParamOptions, SharedOptions, Tensors
+from ._checks import Optimizer, ParamOptions, Tensors
 from ._from_torch import from_torch
 from ._matrices import Chunk, Matrices, MatrixBatch, chunk_slice, matrices
 from ._owners import Matrix
@@ -460,10 +460,10 @@ def make_optimizer(
         given = [x for x in pytree.tree_leaves((grads, state, params, lr, fallback_lr)) if isinstance(x, Tensor)]
         next_state = {key: unit._replace(step=unit.step + 1) for key, unit in state.items()}
         if not _torch.is_eager() or _torch.any_tracked(given):
-            shared, mesh_axes = SharedOptions(known.spec), known.spec.bound_mesh.names
+            share, mesh_axes = _checks.share_options(known.spec), known.spec.bound_mesh.names
             # for derivatives on slices, or on owners, each of which is one rank of the whole mesh
             axes = {m.name: mesh_axes if rule.is_whole else m.unit.distinct_axes for m in known.chosen}
-            now = {name: {key: shared.over_axes(x, axes[name]) for key, x in own.items()} for name, own in now.items()}
+            now = {name: {key: share(x, axes[name]) for key, x in own.items()} for name, own in now.items()}
             return MatrixStep(rule, known, now, others, grads, next_state, params, is_tracked=True).run(rates)
         if donate:
             slices = {key: unit.slices for key, unit in state.items()}

@@ -20,6 +20,8 @@ from .._core.tree import Param
 from .._core.unit import Unit
 from .._slices.pieces import param_ranges
 from .._slices.values import is_inexact
+from .._spec.unit_state import UnitState, replace_values
+from .._torch.tracing import phase
 from ..collectives._functions import vary
 
 Tensors = Mapping[str, Tensor]  # a tree that is only read: by unit key or parameter name
@@ -152,32 +154,14 @@ def check_trees(params: Tensors, grads: Tensors, state: Mapping[str, object], up
     for key in updated:
         if key not in grads:
             raise ValueError(f"unit '{key}' has no gradient: expected one for each of the params, got {[*grads][:8]}")
-        _check_like(f"the gradient of unit '{key}'", grads[key], params[key])
-
-
-def check_slots(
-    params: Tensors, state: StateMapping, updated: Iterable[str], names: frozenset[str], numbers: frozenset[str]
-) -> None:
-    """Raise ValueError or TypeError, naming the unit, unless updated units have an elementwise state of these names."""
-    for key in updated:
-        if frozenset(state[key]) != names:
-            raise ValueError(f"the state of unit '{key}': expected {sorted(names)}, got {sorted(state[key])}")
-        for name, tensor in state[key].items():
-            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"'{name}' of unit '{key}': expected a tensor, got {type(tensor).__name__}")
-            shape = () if name in numbers else params[key].shape
-            if tensor.shape != shape:
-                raise ValueError(f"'{name}' of unit '{key}': expected shape {list(shape)}, got {list(tensor.shape)}")
-
-
-def _check_like(what: str, grad: object, param: Tensor) -> None:
-    if not isinstance(grad, Tensor):
-        raise TypeError(f"{what}: expected a tensor, got {type(grad).__name__}; an unused parameter has gradient zeros")
-    if grad.layout != torch.strided:
-        raise ValueError(f"{what}: expected a dense tensor, got {grad.layout}; use grad.to_dense()")
-    if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):
-        expected, got = (f"{list(t.shape)} {t.dtype} on {t.device}" for t in (param, grad))
-        raise ValueError(f"{what}: expected {expected}, got {got}")
+        grad, param, what = grads[key], params[key], f"the gradient of unit '{key}'"
+        if not isinstance(grad, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{what}: expected a tensor, got {type(grad).__name__}; an unused parameter has gradient zeros")
+        if grad.layout != torch.strided:
+            raise ValueError(f"{what}: expected a dense tensor, got {grad.layout}; use grad.to_dense()")
+        if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):
+            expected, got = (f"{list(t.shape)} {t.dtype} on {t.device}" for t in (param, grad))
+            raise ValueError(f"{what}: expected {expected}, got {got}")
 
 
 def is_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
@@ -316,6 +300,46 @@ def find_updated(ranges: Mapping[str, OptionRanges] | None, params: Tensors) -> 
     return {key: ranges[key] for key in updated}
 
 
+def make_elementwise(
+    name: str,
+    begin: Callable[[str, Tensor], Tensors],
+    step: Callable[..., tuple[Params, Mapping[str, Tensors]]],
+    slots: Collection[str],
+    numbers: frozenset[str],
+    ranges: Mapping[str, OptionRanges] | None,
+) -> Optimizer:
+    """Return the pair of ``begin(key, param)``, the state of a unit, and ``step(grads, state, params, lr, updated)``.
+
+    The state of an updated unit has the ``slots``, of which the ``numbers`` have no dimensions and others the unit's shape.
+    """
+
+    def init(params: Tensors) -> State:
+        updated = find_updated(ranges, params)
+        states = {key: begin(key, x.detach()) if key in updated else {} for key, x in params.items()}
+        return {key: UnitState(values, numbers.intersection(values)) for key, values in states.items()}
+
+    def update(
+        grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
+    ) -> tuple[Params, State]:
+        with phase("update", name):
+            check_rate(lr, "lr")
+            updated = find_updated(ranges, params)
+            check_trees(params, grads, state, updated)
+            for key in updated:
+                if {*state[key]} != {*slots}:
+                    raise ValueError(f"the state of unit '{key}': expected {sorted(slots)}, got {sorted(state[key])}")
+                for slot, x in state[key].items():
+                    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                        raise TypeError(f"'{slot}' of unit '{key}': expected a tensor, got {type(x).__name__}")
+                    shape = () if slot in numbers else params[key].shape
+                    if x.shape != shape:
+                        raise ValueError(f"'{slot}' of unit '{key}': expected shape {list(shape)}, got {list(x.shape)}")
+            new_params, new_state = step(grads, state, params, lr, updated)
+            return new_params, {key: replace_values(values, new_state[key]) for key, values in state.items()}
+
+    return Optimizer(init, update)
+
+
 # --- Derivatives of an update: which ranks share an option, by the spec ---
 
 
@@ -324,29 +348,28 @@ def vary_over(x: Tensor, axes: Iterable[str], spec: PartitionSpec) -> Tensor:
     return functools.reduce(lambda x, name: vary(x, spec.bound_mesh[name], reduce="sum"), axes, x)
 
 
-class SharedOptions:
-    """The options of one step. Backward sums the derivative of a shared one over the axes of the slices that use it."""
+def share_options(spec: PartitionSpec | None) -> Callable[[Any, tuple[str, ...]], Any]:
+    """Return ``share(option, axes)`` for one step: the option for units that are split over these axes.
 
-    def __init__(self, spec: PartitionSpec | None) -> None:
-        self._spec = spec
-        self._entered: dict[tuple[int, tuple[str, ...]], tuple[Tensor, Tensor]] = {}
+    It is the option itself, unless that is differentiated: then backward sums its derivative over the axes.
+    """
+    entered: dict[tuple[int, tuple[str, ...]], tuple[Tensor, Tensor]] = {}
 
-    def over_axes(self, option: Any, axes: tuple[str, ...]) -> Any:
-        """Return the option for units split over these axes: itself, unless it is differentiated."""
-        if isinstance(option, tuple):
-            return tuple(self.over_axes(one, axes) for one in option)  # pyright: ignore[reportUnknownVariableType]
-        if self._spec is None or not axes or not isinstance(option, Tensor):
+    def share(option: Any, axes: tuple[str, ...]) -> Any:
+        if spec is None or not axes or not isinstance(option, Tensor):
             return option
         if _torch.is_in_dynamo():  # which does not tell; forward it is nothing
-            return vary_over(option, axes, self._spec)
+            return vary_over(option, axes, spec)
         if not _torch.has_derivative(option):
             return option
         key = id(option), axes
-        if key not in self._entered:  # once, so that backward sends one number for many units
-            mesh = self._spec.bound_mesh
-            entered = vary_over(option.to(mesh.device or option.device), axes, self._spec)
+        if key not in entered:  # once, so that backward sends one number for many units
+            mesh = spec.bound_mesh
+            varied = vary_over(option.to(mesh.device or option.device), axes, spec)
             for _, axis in mesh.axes:  # an in-place kernel under vmap takes an operand of all of its levels
                 if isinstance(axis, Simulated):
-                    entered = entered + 0 * axis.rank
-            self._entered[key] = option, entered.to(option.device)
-        return self._entered[key][1]
+                    varied = varied + 0 * axis.rank
+            entered[key] = option, varied.to(option.device)
+        return entered[key][1]
+
+    return share

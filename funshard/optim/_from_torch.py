@@ -14,8 +14,6 @@ from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, A
 from .. import _torch
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
-from .._spec.unit_state import UnitState, replace_values
-from .._torch.tracing import phase
 from . import _checks
 from ._checks import Optimizer, OptionRanges, ParamOptions, State, StateMapping, Tensors
 
@@ -101,22 +99,13 @@ def from_torch(
     if len(groups) > 1 and initial is not None and numbers - {"step"}:
         raise ValueError(f"from_torch: {cls.__name__} has numbers in its state, {sorted(numbers)}: expected options=None")
 
-    def init(params: Tensors) -> State:
-        updated = _checks.find_updated(ranges, params)
-        state: State = {}
-        for key, x in params.items():
-            values = _begin(cls, x.detach(), defaults, initial) if key in updated else {}
-            values = {name: value if name in numbers else _checks.place_like(x, value) for name, value in values.items()}
-            state[key] = UnitState(values, numbers.intersection(values))
-        return state
+    def begin(key: str, x: Tensor) -> Tensors:
+        values = _begin(cls, x, defaults, initial)
+        return {name: value if name in numbers else _checks.place_like(x, value) for name, value in values.items()}
 
-    def update(
-        grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
+    def step(
+        grads: Tensors, state: StateMapping, params: Tensors, lr: Any, updated: Mapping[str, OptionRanges]
     ) -> tuple[Params, State]:
-        _checks.check_rate(lr, "lr")
-        updated = _checks.find_updated(ranges, params)
-        _checks.check_trees(params, grads, state, updated)
-        _checks.check_slots(params, state, updated, frozenset(start), numbers)
         given = [*_checks.named_tensors(grads, state, params)]
         named = [("lr", lr), *defaults.items(), *(option for group in groups for option in group.items())]
         _refuse_tracked(cls, given, [(name, x) for name, x in named if isinstance(x, Tensor)])
@@ -165,14 +154,11 @@ def from_torch(
             if _torch.is_eager():
                 new_params |= {key: _torch.take_storage(new_params[key]) for key in updated}
                 new_state = {key: {n: _torch.take_storage(t) for n, t in values.items()} for key, values in new_state.items()}
-        return new_params, {key: replace_values(values, new_state[key]) for key, values in state.items()}
+        return new_params, new_state
 
-    def update_in_phase(*args: Any, **kwargs: Any) -> tuple[Params, State]:
-        with phase("update", cls.__name__):
-            return update(*args, **kwargs)
-
+    init, update = _checks.make_elementwise(cls.__name__, begin, step, start, numbers, ranges)
     reason = _checks.break_message(cls.__name__, f"torch's kernels write in place; a graph takes {RULES}")
-    return Optimizer(init, _torch.disable_in_graph(reason)(update_in_phase))
+    return Optimizer(init, _torch.disable_in_graph(reason)(update))
 
 
 def _check_class(cls: object, initial: InitialState | None) -> None:

@@ -14,10 +14,8 @@ from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._slices.pieces import padding_mask
-from .._spec.unit_state import UnitState, replace_values
-from .._torch.tracing import phase
 from . import _checks
-from ._checks import Optimizer, ParamOptions, SharedOptions, State, StateMapping, Tensors
+from ._checks import Optimizer, OptionRanges, ParamOptions, State, StateMapping, Tensors
 
 Rate = float | Tensor | Callable[[Tensor], float | Tensor]  # a learning rate, or a function of the step, from 0 on
 Slots = dict[str, Tensor]
@@ -49,32 +47,23 @@ def _make_optimizer(
 
     groups, ranges = _checks.option_ranges(name, spec, options, check)
     numbers = frozenset(["step"] if counts else [])
-    names = frozenset(slots) | numbers
 
-    def init(params: Tensors) -> State:
-        updated = _checks.find_updated(ranges, params)
-        state: State = {}
-        for key, x in params.items():
-            if x.is_complex():
-                raise TypeError(f"{name}: unit '{key}': expected real parameters, got {x.dtype}; optim.from_torch takes them")
-            step = {"step": torch.zeros(())} if counts else {}
-            values = {slot: torch.full_like(x.detach(), value) for slot, value in slots.items()} | step
-            state[key] = UnitState(values, numbers) if key in updated else UnitState({}, ())
-        return state
+    def begin(key: str, x: Tensor) -> Tensors:
+        if x.is_complex():
+            raise TypeError(f"{name}: unit '{key}': expected real parameters, got {x.dtype}; optim.from_torch takes them")
+        step = {"step": torch.zeros(())} if counts else {}
+        return {slot: torch.full_like(x, value) for slot, value in slots.items()} | step
 
-    def update(
-        grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
+    def step(
+        grads: Tensors, state: StateMapping, params: Tensors, lr: Any, found: Mapping[str, OptionRanges]
     ) -> tuple[Params, State]:
-        _checks.check_rate(lr, "lr")
         if _torch.is_in_dynamo() and isinstance(lr, float):
             lr = torch.ones((), dtype=torch.float64) * lr  # a value of the graph, and no constant
-        found = _checks.find_updated(ranges, params)  # in one piece, with the padding, where all options are the same
+        # in one piece, with the padding, where all options are the same
         updated = {key: x if len(x.groups) > 1 else x._replace(ranges=()) for key, x in found.items()}
-        _checks.check_trees(params, grads, state, updated)
-        _checks.check_slots(params, state, updated, names, numbers)
         if spec is None and not _torch.is_in_dynamo():
             _refuse_without_spec(name, lr if lr is not None else learning_rate, params)
-        shared = SharedOptions(spec)
+        share = _checks.share_options(spec)
         is_derived = not _torch.is_in_dynamo() and any(map(_torch.has_derivative, grads.values()))
         new_params, new_state = dict(params), {key: dict(values) for key, values in state.items()}
         for key, unit_ranges in updated.items():
@@ -82,7 +71,7 @@ def _make_optimizer(
             mask = _find_padding(spec, unit, params[key]) if is_derived and spec is not None and unit is not None else None
             grad = grads[key] if mask is None else torch.where(mask, 1, grads[key])  # the root of a zero has no derivative
             rate = lr if lr is not None else learning_rate(values["step"]) if callable(learning_rate) else learning_rate
-            rate = shared.over_axes(rate, () if unit is None else unit.distinct_axes)
+            rate = share(rate, () if unit is None else unit.distinct_axes)
             count = values["step"] + 1 if counts else torch.ones(())
             olds = {"": params[key], **{slot: values[slot] for slot in slots}}
             cuts = {slot: _checks.split_by_options(x, unit_ranges) for slot, x in olds.items()}
@@ -97,13 +86,9 @@ def _make_optimizer(
             made |= {} if mask is None else {slot: torch.where(mask, old, made[slot]) for slot, old in olds.items()}
             new_params[key] = made.pop("")
             new_state[key] |= made | ({"step": count} if counts else {})
-        return new_params, {key: replace_values(state[key], values) for key, values in new_state.items()}
+        return new_params, new_state
 
-    def update_in_phase(*args: Any, **kwargs: Any) -> tuple[Params, State]:
-        with phase("update", name):
-            return update(*args, **kwargs)
-
-    return Optimizer(init, update_in_phase)
+    return _checks.make_elementwise(name, begin, step, {*slots, *numbers}, numbers, ranges)
 
 
 def _find_padding(spec: PartitionSpec, unit: Unit, tensor: Tensor) -> Tensor | None:
