@@ -17,7 +17,7 @@ from .._core.tree import Param
 from .._spec.local import stack_dims
 from .._torch.tracing import phase
 from . import _checks
-from ._checks import Optimizer, ParamOptions, Tensors
+from ._checks import Optimizer, ParamOptions, StepRate, Tensors
 from ._from_torch import from_torch
 from ._matrices import Chunk, Matrices, MatrixBatch, chunk_slice, matrices
 from ._owners import Matrix
@@ -198,7 +198,9 @@ class MatrixStep:
         """
         batches = [*self.known._batches_of(self.params)]
         waiting = self._send(batches[0]) if batches else []
-        fallback = self._update_fallback(rates)
+        others = {name: x for unit in self.state.values() for name, x in unit.fallback.items()}
+        grads, params = (_fallback_tensors(self.known, tree) for tree in (self.grads, self.params))
+        new_others, others = self.fallback[1](grads, others, params, **rates)
         finish: Callable[[], None] | None = None
         for i, batch in enumerate(batches):
             arrived = [wait() for wait in waiting]
@@ -211,14 +213,8 @@ class MatrixStep:
             del results
         if finish:
             finish()
-        new = {key: self._join_unit(key, fallback) for key in self.params}
+        new = {key: self._join_unit(key, new_others, others) for key in self.params}
         return {key: param for key, (param, _) in new.items()}, {key: new[key][1] for key in self.state}
-
-    def _update_fallback(self, rates: Mapping[str, Any]) -> dict[str, tuple[Tensor, Any]]:
-        given = {name: x for unit in self.state.values() for name, x in unit.fallback.items()}
-        grads, params = (_fallback_tensors(self.known, tree) for tree in (self.grads, self.params))
-        parts, state = self.fallback[1](grads, given, params, **rates)
-        return {name: (parts[name], state[name]) for name in given}
 
     def _options_of(self, matrix: Matrix) -> MatrixOptions:
         return {**self.options[matrix.name], "shape": matrix.shape, "step": self.state[matrix.unit.key].step}
@@ -226,14 +222,14 @@ class MatrixStep:
     def _send(self, batch: MatrixBatch) -> list[Callable[[], Params]]:
         """Run the rule before the exchange; return what to call for each tensor of the payloads."""
         sent: dict[str, Payload] = {}
-        wanted = batch.sent_names
-        for matrix in batch.matrices:
+        reaching = batch.to_owners.steps[0].order if batch.to_owners else range(len(batch.matrices))
+        for i, matrix in enumerate(batch.matrices):
             key, name = matrix.unit.key, matrix.name
             grad, param = (self.known._select(key, tree[key], name) for tree in (self.grads, self.params))
             old = {slot: self.known._select(key, x, name) for slot, x in self.state[key].slices.items()}
             sent[name], new = self.rule.before_exchange(grad, old, param, self._options_of(matrix))
             self.parts[name] = {slot: self._store(old[slot], x) for slot, x in new.items()}
-            if not self.is_tracked and name not in wanted:
+            if not self.is_tracked and i not in reaching:  # another replica sends it
                 sent[name] = tuple(x.new_empty(0) for x in sent[name])
         return [batch.collect(dict(zip(sent, some, strict=True))) for some in zip(*sent.values(), strict=True)]
 
@@ -245,7 +241,7 @@ class MatrixStep:
         sent: dict[str, Payload] = {matrix.name: tuple(some[matrix.name] for some in arrived) for matrix in batch.matrices}
         old = {matrix.name: self.state[matrix.unit.key].owned[matrix.name] for matrix in batch.matrices}
         alike: dict[object, list[Matrix]] = {}
-        for matrix in batch.owned_matrices:
+        for matrix in (matrix for matrix in batch.matrices if self.known._is_owner(matrix.name)):
             is_small = self.rule.takes_batches and matrix.numel <= MAX_BATCHED_NUMEL
             alike.setdefault(matrix.shape if is_small else matrix.name, []).append(matrix)
         results, owned = dict(sent), dict(old)
@@ -262,7 +258,9 @@ class MatrixStep:
         tie = batch.tie_to_inputs(pytree.tree_leaves((dict(sent), old, rates)) if self.is_tracked else [])
         for matrix in batch.matrices:
             before = old[matrix.name]
-            new = {key: batch.select_owner_result(matrix, x, before[key]) for key, x in owned[matrix.name].items()}
+            new = owned[matrix.name]
+            if not batch.to_owners:  # simulated ranks, of which one is the owner
+                new = {key: batch.select_on_owner(matrix, x, before[key]) for key, x in new.items()}
             self.owned[matrix.name] = {key: tie(x) for key, x in new.items()}
         return [
             {name: tie(results[name][i].to(payload[i].dtype)) for name, payload in sent.items()}
@@ -298,69 +296,25 @@ class MatrixStep:
         if self.is_tracked:
             self.parts[matrix.name] = stored
 
-    def _join_unit(self, key: str, fallback: dict[str, tuple[Tensor, Any]]) -> tuple[Tensor, MatrixState]:
+    def _join_unit(self, key: str, new_others: Tensors, states: Mapping[str, Any]) -> tuple[Tensor, MatrixState]:
         param, state, names = self.params[key], self.state[key], self.known._names_in(key)
-        others = {name: fallback.pop(name) for name in state.fallback}
-        new = state._replace(
-            owned={name: self.owned.pop(name) for name in names}, fallback={name: after for name, (_, after) in others.items()}
-        )
+        others = {name: new_others[name] for name in state.fallback}
+        owned = {name: self.owned[name] for name in names}
+        new = state._replace(owned=owned, fallback={name: states[name] for name in others})
         if not names:
-            return others[key][0], new
+            return others[key], new
         if not self.is_tracked:  # the matrices' parts are there
-            for name, (part, _) in others.items():
+            for name, part in others.items():
                 self.known._select(key, param, name).copy_(part)
             return param, new
         joined: Params = {}
         for slot, old in {"": param, **state.slices}.items():
-            parts = {name: self.parts[name][slot] for name in names} | ({} if slot else {n: x for n, (x, _) in others.items()})
+            parts = {name: self.parts[name][slot] for name in names} | ({} if slot else others)
             joined[slot] = _checks.place_like(old, self.known._join(key, parts, old))
         return joined.pop(""), new._replace(slices=joined)
 
 
 # --- The optimizer: options, checks, and the default for parameters that are not matrices ---
-
-OwnedShapes = Mapping[str, Mapping[str, tuple[int, ...]]]  # by matrix and name, of the state that its owner holds
-
-
-def _find_owned_shapes(rule: MatrixRule, known: Matrices) -> OwnedShapes:
-    """Return the shapes of owners' state; ValueError if an update would mix a split stack, or a shape hides what is split."""
-    sizes = dict(known.spec.bound_mesh.sizes)
-    owned: dict[str, dict[str, tuple[int, ...]]] = {}
-    for matrix in known.chosen:
-        if matrix.stack and rule.is_whole:
-            raise ValueError(
-                f"matrix '{matrix.name}': its stack is local over axis '{matrix.stack_axes[0]}', of which a rank has a part, "
-                f"{list(matrix.shape)}, and the update may mix its matrices: expected matrices(spec, gather_stacks=True), "
-                "which sends the stack whole to one owner, or select= without it"
-            )
-        state = rule.init_owned(torch.empty(matrix.shape, dtype=matrix.unit.dtype, device="meta"))
-        owned[matrix.name] = {n: tuple(x.shape) for n, x in state.items() if n not in rule.slots}
-        for slot, shape in owned[matrix.name].items():
-            if stack_dims(matrix.param, shape, sizes) != matrix.stack:
-                raise ValueError(
-                    f"matrix '{matrix.name}': state '{slot}' {list(shape)} of the matrix {list(matrix.shape)}: expected the "
-                    "dimensions of its batch first, or another size in their place"
-                )
-    return owned
-
-
-def _check_state(
-    state: Mapping[str, object], params: Tensors, known: Matrices, slots: Sequence[str], owned: OwnedShapes
-) -> None:
-    for key, param in params.items():
-        unit, names = state[key], known._names_in(key)
-        if not isinstance(unit, MatrixState):
-            got = type(unit).__name__
-            raise TypeError(f"state of unit '{key}': expected a MatrixState, got {got}; make it by init(params)")
-        expected_slices = {slot: [len(param)] for slot in slots if names}
-        here = {name: [] if known._is_owner(name) else [0] for name in names}
-        expected = expected_slices, {name: {slot: [*here[name], *x] for slot, x in owned[name].items()} for name in names}
-        got = pytree.tree_map(lambda x: [*x.shape], (unit.slices, unit.owned))
-        if got != expected:
-            raise ValueError(
-                f"state of unit '{key}': expected the shapes {expected}, got {got}; was it made by another optimizer, or is it "
-                "of another spec or mesh? checkpoint.load(..., like=init(params)) gives it to the owners that there are now"
-            )
 
 
 def by_matrix(
@@ -368,8 +322,7 @@ def by_matrix(
 ) -> Optimizer:
     """Return ``(init, update)`` for a pure update of single matrices, which runs once for each matrix, on its owner.
 
-    State of the matrix's shape is kept in slices like the parameters' and is sent with the matrix; other state, such as
-    preconditioners, stays on the owner. One batch of matrices goes to its owners while another is updated and a third returns.
+    State of the matrix's shape is kept in slices and is sent with the matrix; other state stays on the owner.
 
     Args:
         init: ``init(param)`` returns a matrix's state, a dict of tensors, from a whole tensor [n, m] or [batch, n, m].
@@ -377,12 +330,10 @@ def by_matrix(
         spec: The spec, or `matrices`, which says what is a matrix and who owns it.
         fallback: ``(init, update)``, such as `from_torch` returns, for everything that is not a matrix. It receives whole
             shards of units without matrices; in mixed units, pieces by parameter name.
-        donate: Write new params and state into the given memory, which is lost even if an update raises. ``fallback`` donates
-            by an option of its own.
+        donate: Write new params and slices of state into the given memory, which is lost even if an update raises.
 
     Returns:
-        An `Optimizer`. Its state has one `MatrixState` a unit. ``lr`` of a step goes to ``update``, ``fallback_lr`` to
-        ``fallback``.
+        An `Optimizer`. A step's ``lr`` goes to ``update``, ``fallback_lr`` to ``fallback``, which donates by its own option.
 
     Example:
         >>> import torch, funshard as fs
@@ -419,6 +370,7 @@ def make_optimizer(
     """
     known = spec if isinstance(spec, Matrices) else matrices(spec)
     every: dict[str, MatrixOptions] = {}
+    owned: dict[str, dict[str, list[int]]] = {}  # by matrix and name, the shape of its owner's state
     for matrix in known.chosen:
         if not rule.is_whole and (matrix.param.dtype.is_complex or len(matrix.shape) not in (2, 3)):
             got = f"{list(matrix.shape)} {matrix.param.dtype}"
@@ -426,27 +378,48 @@ def make_optimizer(
         own = {} if options is None else dict(options(matrix.name, matrix.param))
         _checks.check_options(f"{who}: options of matrix '{matrix.name}'", own, defaults)
         every[matrix.name] = {**defaults, **own}
+        if matrix.stack and rule.is_whole:
+            raise ValueError(
+                f"matrix '{matrix.name}': its stack is local over axis '{matrix.stack_axes[0]}', of which a rank has a part, "
+                f"{list(matrix.shape)}, and the update may mix its matrices: expected matrices(spec, gather_stacks=True), "
+                "which sends the stack whole to one owner, or select= without it"
+            )
+        initial = rule.init_owned(torch.empty(matrix.shape, dtype=matrix.unit.dtype, device="meta"))
+        owned[matrix.name] = {slot: [*x.shape] for slot, x in initial.items() if slot not in rule.slots}
+        for slot, shape in owned[matrix.name].items():
+            if stack_dims(matrix.param, tuple(shape), dict(known.spec.bound_mesh.sizes)) != matrix.stack:
+                raise ValueError(
+                    f"matrix '{matrix.name}': state '{slot}' {shape} of the matrix {list(matrix.shape)}: expected the "
+                    "dimensions of its batch first, or another size in their place"
+                )
     shares_lr = shares_lr or fallback is None
     others = fallback or _fallback_adamw(known, defaults, options, donate=donate)
     if not _checks.is_pair(others):
         raise TypeError(f"fallback: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW), got {others!r}")
-    owned = _find_owned_shapes(rule, known)
 
     def init(params: Tensors) -> dict[str, MatrixState]:
         known._check_slices(params)
         return init_state(rule, known, others, params)
 
     def update(
-        grads: Tensors,
-        state: Mapping[str, MatrixState],
-        params: Tensors,
-        *,
-        lr: float | Tensor | None = None,
-        fallback_lr: float | Tensor | None = None,
+        grads: Tensors, state: Mapping[str, MatrixState], params: Tensors, *, lr: StepRate = None, fallback_lr: StepRate = None
     ) -> tuple[Params, dict[str, MatrixState]]:
         known._check_slices(params)
         _checks.check_trees(params, grads, state, params)
-        _check_state(state, params, known, rule.slots, owned)
+        for key, unit in ((key, state[key]) for key in params):
+            if not isinstance(unit, MatrixState):  # pyright: ignore[reportUnnecessaryIsInstance]
+                got = type(unit).__name__
+                raise TypeError(f"state of unit '{key}': expected a MatrixState, got {got}; make it by init(params)")
+            names = known._names_in(key)
+            here = {name: [] if known._is_owner(name) else [0] for name in names}
+            held = {name: {slot: [*here[name], *x] for slot, x in owned[name].items()} for name in names}
+            expected = {slot: [len(params[key])] for slot in rule.slots if names}, held
+            got = pytree.tree_map(lambda x: [*x.shape], (unit.slices, unit.owned))
+            if got != expected:
+                raise ValueError(
+                    f"state of unit '{key}': expected the shapes {expected}, got {got}; was it made by another optimizer, "
+                    "or is it of another spec or mesh? checkpoint.load(..., like=init(params)) gives it to the owners of now"
+                )
         _checks.check_rate(lr, "lr")
         _checks.check_rate(fallback_lr, "fallback_lr")
         if lr is not None and fallback_lr is None and not shares_lr:
@@ -492,9 +465,8 @@ def _fallback_adamw(known: Matrices, defaults: Mapping[str, Any], options: Param
     given: dict[str, Any] = {"weight_decay": weight_decay, "spec": known.spec, "options": options and own_options}
     fast, rule = from_torch(torch.optim.AdamW, lr=lr, donate=donate, **given), adamw(lr, **given)
 
-    def update(grads: Tensors, state: Any, params: Tensors, **rates: Any) -> tuple[Params, Any]:
-        tensors = [x for x in pytree.tree_leaves((grads, state, params, rates)) if isinstance(x, Tensor)]
-        is_followed = not _torch.is_eager() or _torch.any_tracked(tensors)
-        return (rule if is_followed else fast).update(grads, state, params, **rates)
+    def update(*args: Any, **rates: Any) -> tuple[Params, Any]:
+        tensors = [x for x in pytree.tree_leaves((args, rates)) if isinstance(x, Tensor)]
+        return (fast if _torch.is_eager() and not _torch.any_tracked(tensors) else rule).update(*args, **rates)
 
     return fast.init, update

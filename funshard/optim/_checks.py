@@ -38,6 +38,7 @@ def check_rate(lr: object, what: str, *, optional: bool = True) -> None:
 
 
 State = dict[str, dict[str, Any]]  # by unit key, then by torch's name: slices like the shard, and numbers
+StepRate = float | Tensor | None  # a step's own learning rate, or None for the optimizer's
 
 
 class Optimizer(NamedTuple):
@@ -318,9 +319,7 @@ def make_elementwise(
         states = {key: begin(key, x.detach()) if key in updated else {} for key, x in params.items()}
         return {key: UnitState(values, numbers.intersection(values)) for key, values in states.items()}
 
-    def update(
-        grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
-    ) -> tuple[Params, State]:
+    def update(grads: Tensors, state: StateMapping, params: Tensors, *, lr: StepRate = None) -> tuple[Params, State]:
         with phase("update", name):
             check_rate(lr, "lr")
             updated = find_updated(ranges, params)

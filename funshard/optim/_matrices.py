@@ -201,27 +201,6 @@ class MatrixBatch(NamedTuple):
     from_owners: ExchangePlan | None
     chunks: tuple[ExchangePlan, ...] = ()  # ``from_owners`` chunk by chunk, where all of it is too much at once
 
-    @staticmethod
-    def plan(some: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -> MatrixBatch:
-        """Plan this rank's exchange, with at most ``max_numel`` elements on their way back at once."""
-        if spec.bound_mesh.is_simulated:
-            return MatrixBatch(tuple(some), spec, None, None)
-        at, count = rank_coords(spec.bound_mesh, None), _owners.count_chunks(some, spec, max_numel)
-        chunks = [plan_exchange(some, spec, at, (i, count), to_owners=False) for i in range(count) if count > 1]
-        there, back = (plan_exchange(some, spec, at, to_owners=to_owners) for to_owners in (True, False))
-        return MatrixBatch(tuple(some), spec, there, back, tuple(chunks))
-
-    @property
-    def sent_names(self) -> set[str]:
-        """Names of the matrices whose part on this rank reaches the owner. Other replicas send none."""
-        order = range(len(self.matrices)) if self.to_owners is None else self.to_owners.steps[0].order
-        return {self.matrices[i].name for i in order}
-
-    @property
-    def owned_matrices(self) -> list[Matrix]:
-        """The matrices that this rank owns; all of them on simulated ranks."""
-        return [m for m, n in zip(self.matrices, self.to_owners.end, strict=True) if n] if self.to_owners else [*self.matrices]
-
     def collect(self, parts: Tensors) -> Callable[[], Params]:
         """Start to send this rank's parts; call the result for whole matrices, empty if others own them."""
         if self.to_owners is None or self.from_owners is None:
@@ -250,10 +229,6 @@ class MatrixBatch(NamedTuple):
         arrived = _split_flat(_exchange(_concat_flat(tensors), plan, inverse), plan.end)
         return lambda: arrived
 
-    def select_owner_result(self, matrix: Matrix, new: Tensor, old: Tensor) -> Tensor:
-        """Return ``new`` on the owner. A simulated rank that is not the owner keeps ``old``."""
-        return new if self.to_owners else torch.where(self._is_owner(matrix, new.device), new, old)
-
     def tie_to_inputs(self, given: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
         """Return a function that makes a result depend on the ``given`` tensors, of which some are tracked or batched.
 
@@ -273,23 +248,24 @@ class MatrixBatch(NamedTuple):
             piece = gather_slices(piece, mesh[name], reduce="sum")
         buffers = piece.view(-1, self.spec.padded_numel(matrix.unit))
         whole = self._view_matrix(buffers[:, matrix.begin : matrix.begin + matrix.param.numel].reshape(-1), matrix)
-        return torch.where(self._is_owner(matrix, piece.device), whole, 0)
+        return self.select_on_owner(matrix, whole, 0)
 
     def _scatter_simulated(self, whole: Tensor, matrix: Matrix) -> Tensor:
         """Return this simulated rank's slice of the buffer with the owner's matrix."""
         mesh = self.spec.bound_mesh
-        flat = self._flatten_matrix(torch.where(self._is_owner(matrix, whole.device), whole, 0), matrix)
+        flat = self._flatten_matrix(self.select_on_owner(matrix, whole, 0), matrix)
         rest = self.spec.padded_numel(matrix.unit) - matrix.begin - matrix.param.numel
         buffers = torch.nn.functional.pad(flat.view(-1, matrix.param.numel), (matrix.begin, rest))
         split = [mesh[name] for name in matrix.split_axes]
         others = [mesh[name] for name in mesh.names if name not in matrix.unit.distinct_axes]
         return reduce_along(buffers.flatten(), split, others, "sum")
 
-    def _is_owner(self, matrix: Matrix, device: torch.device) -> Tensor:
-        here = torch.ones((), dtype=torch.bool, device=device)
+    def select_on_owner(self, matrix: Matrix, new: Tensor, old: Any) -> Tensor:
+        """Return ``new`` on the matrix's owner among simulated ranks, ``old`` on the others."""
+        here = torch.ones((), dtype=torch.bool, device=new.device)
         for (_, axis), at in zip(self.spec.bound_mesh.axes, matrix.owner, strict=True):
             here = here if at is None else here & (axis.rank == at)
-        return here
+        return torch.where(here, new, old)
 
     def _view_matrix(self, flat: Tensor, matrix: Matrix) -> Tensor:
         """Return a matrix from its elements, piece by piece and each in memory order: a view if it is of one piece."""
@@ -313,21 +289,16 @@ class Matrices:
     chosen: tuple[Matrix, ...]
     groups: tuple[tuple[str, ...], ...] = field(repr=False)  # names of the matrices that are sent together
     by_name: Mapping[str, Matrix] = field(init=False, compare=False, repr=False)
-    _of_unit: Mapping[str, list[Matrix]] = field(init=False, compare=False, repr=False)
     _batches: dict[tuple[str, ...], MatrixBatch] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        of_unit: dict[str, list[Matrix]] = {}
-        for matrix in self.chosen:
-            of_unit.setdefault(matrix.unit.key, []).append(matrix)
         object.__setattr__(self, "by_name", {matrix.name: matrix for matrix in self.chosen})
-        object.__setattr__(self, "_of_unit", of_unit)
 
     def __str__(self) -> str:
         return _owners.format_owners(self.chosen, self.spec)
 
     def _names_in(self, key: str) -> tuple[str, ...]:
-        return tuple(matrix.name for matrix in self._of_unit.get(key, ()))
+        return tuple(param.name for param in self.spec.by_key[key].params if param.name in self.by_name)
 
     def _is_owner(self, name: str) -> bool:
         mesh = self.spec.bound_mesh
@@ -376,9 +347,15 @@ class Matrices:
         for names in self.groups:
             some = tuple(name for name in names if self.by_name[name].unit.key in keys)
             if some and some not in self._batches:
-                chosen = [self.by_name[name] for name in some]
-                largest = max(matrix.unit.numel for matrix in self.chosen)
-                self._batches[some] = MatrixBatch.plan(chosen, self.spec, largest)
+                chosen, spec = tuple(self.by_name[name] for name in some), self.spec
+                there = back = None
+                chunks: list[ExchangePlan] = []
+                if not spec.bound_mesh.is_simulated:
+                    at = rank_coords(spec.bound_mesh, None)
+                    count = _owners.count_chunks(chosen, spec, max(matrix.unit.numel for matrix in self.chosen))
+                    there, back = (plan_exchange(chosen, spec, at, to_owners=to_owners) for to_owners in (True, False))
+                    chunks += (plan_exchange(chosen, spec, at, (i, count), to_owners=False) for i in range(count) if count > 1)
+                self._batches[some] = MatrixBatch(chosen, spec, there, back, tuple(chunks))
             if some:
                 yield self._batches[some]
 

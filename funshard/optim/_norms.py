@@ -275,7 +275,12 @@ def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable
     for name in spec._to_model_order(squares):
         group = name if by is None else ".".join(name.split(".")[:by]) if isinstance(by, int) else by(name)
         groups.setdefault(group, []).append(name)
-    return {group: _root([squares[n] for n in names], [dtypes[n] for n in names]) for group, names in groups.items()}
+    out: Params = {}
+    for group, names in groups.items():
+        total = squares[names[0]] if len(names) == 1 else torch.stack([squares[name] for name in names]).sum()
+        is_zero, dtype = total == 0, functools.reduce(torch.promote_types, (dtypes[name] for name in names))
+        out[group] = torch.where(is_zero, 0, torch.where(is_zero, 1, total).sqrt()).to(dtype)  # the derivative at 0 is 0
+    return out
 
 
 def _sum_squares(x: Tensor) -> Tensor:
@@ -285,14 +290,6 @@ def _sum_squares(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x.detach(), dtype=wide) ** 2
     x = x.to(wide)
     return (x * x.conj()).real.sum()  # not of a norm, whose second derivative is 0 where all of a rank's elements are 0
-
-
-def _root(squares: list[Tensor], dtypes: list[torch.dtype]) -> Tensor:
-    """Return the square root of a group's sum of squares, in the widest dtype of its tensors; its derivative at 0 is 0."""
-    dtype = functools.reduce(torch.promote_types, dtypes)
-    total = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
-    is_zero = total == 0
-    return torch.where(is_zero, 0, torch.where(is_zero, 1, total).sqrt()).to(dtype)
 
 
 def axpy(a: float | Tensor, x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> Params:

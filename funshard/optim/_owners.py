@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -174,7 +174,10 @@ def all_coords(spec: PartitionSpec) -> list[Coords]:
 def assign_owners(found: Sequence[Matrix], batches: Sequence[Sequence[int]], spec: PartitionSpec) -> list[Matrix]:
     """Return the matrices with owners: the costliest first, to the rank with the least work (LPT; Graham, 1969)."""
     batch_of = {i: number for number, batch in enumerate(batches) for i in batch}
-    candidates = {axes: _map_owners_to_ranks(axes, spec) for axes in {matrix.stack_axes for matrix in found}}
+    candidates: dict[tuple[str, ...], dict[Owner, list[Coords]]] = {matrix.stack_axes: {} for matrix in found}
+    for (axes, of_axes), rank in itertools.product(candidates.items(), all_coords(spec)):
+        owner = tuple(None if name in axes else at for name, at in zip(spec.bound_mesh.names, rank, strict=True))
+        of_axes.setdefault(owner, []).append(rank)
     loads: dict[Coords, float] = defaultdict(float)
     load_in_batch: dict[tuple[int, Coords], float] = defaultdict(float)
     owners: dict[int, Owner] = {}
@@ -191,19 +194,16 @@ def assign_owners(found: Sequence[Matrix], batches: Sequence[Sequence[int]], spe
     return [matrix._replace(owner=owners[i]) for i, matrix in enumerate(found)]
 
 
-def _map_owners_to_ranks(stack_axes: tuple[str, ...], spec: PartitionSpec) -> dict[Owner, list[Coords]]:
-    out: dict[Owner, list[Coords]] = {}
-    for rank in all_coords(spec):
-        owner = tuple(None if name in stack_axes else at for name, at in zip(spec.bound_mesh.names, rank, strict=True))
-        out.setdefault(owner, []).append(rank)
-    return out
-
-
 def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[int]]:
-    """Return indices of the matrices in batches: neighbours with one `_batch_key`, up to the memory of all ranks."""
+    """Return indices of the matrices in batches: neighbours that can be sent together, up to the memory of all ranks."""
+
+    def key(i: int) -> tuple[object, ...]:
+        unit = found[i].unit
+        return unit.local_axes, unit.p.axes, found[i].stack_axes, unit.dtype, is_host_resident(unit)
+
     room = len(all_coords(spec)) * max((matrix.unit.numel for matrix in found), default=0)
     out: list[list[int]] = []
-    for _, alike in itertools.groupby(range(len(found)), lambda i: _batch_key(found[i])):
+    for _, alike in itertools.groupby(range(len(found)), key):
         numel = math.inf  # a batch of its own
         for i in alike:
             of_all_owners = found[i].numel * count_ranks(found[i].stack_axes, spec.bound_mesh)
@@ -225,21 +225,14 @@ def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -
     ranks = len(all_coords(spec)) // count_ranks(batch[0].stack_axes, spec.bound_mesh)
     if slices == ranks:
         return 1
-    of_replica: dict[Owner, int] = {}
+    of_replica = Counter[Owner]()
     for matrix in batch:
-        replica = tuple(matrix.owner[i] for i in replica_axes)
-        of_replica[replica] = of_replica.get(replica, 0) + matrix.numel
+        of_replica[tuple(matrix.owner[i] for i in replica_axes)] += matrix.numel
     sent = ranks // slices * max(of_replica.values())
     received = 2 * sum(of_replica.values())  # and put in order
     # Beside the results, which stay until the last of them is sent.
     room = slices * max_numel * (WORKSPACE_FACTOR - 1) / WORKSPACE_FACTOR
     return math.ceil((sent + received) / room)
-
-
-def _batch_key(matrix: Matrix) -> tuple[object, ...]:
-    """Return the key that matrices sent together share: axes of pieces and of slices, dtype, whether they are on the host."""
-    unit = matrix.unit
-    return unit.local_axes, unit.p.axes, matrix.stack_axes, unit.dtype, is_host_resident(unit)
 
 
 def format_owners(found: Sequence[Matrix], spec: PartitionSpec) -> str:
@@ -254,9 +247,10 @@ def format_owners(found: Sequence[Matrix], spec: PartitionSpec) -> str:
         rows.append((where, f"{len(own):,}", f"{numel:,}", share, _list_names([matrix.name for matrix in own], 3)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join([*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
-    others = {p.name: p.numel for unit in spec for p in unit.params if p.name not in {matrix.name for matrix in found}}
-    last = f"no matrices: {len(others):,} parameters, {sum(others.values()):,} elements"
-    last += f": {_list_names([*others], 6)}" if others else ""
+    chosen = {matrix.name for matrix in found}
+    others = {param.name: param.numel for unit in spec for param in unit.params if param.name not in chosen}
+    names = f": {_list_names([*others], 6)}" if others else ""
+    last = f"no matrices: {len(others):,} parameters, {sum(others.values()):,} elements{names}"
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], last])
 
 
