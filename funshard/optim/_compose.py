@@ -18,7 +18,7 @@ from .._torch.tracing import LOGGER
 from ..collectives._world import check_spans_world
 from ._checks import Optimizer, Tensors, break_message, check_tensors, is_pair
 from ._norms import check_max_norm, clip_by_global_norm
-from ._schedules import read_count
+from ._schedules import read_count, read_value
 
 Pair = tuple[Callable[[Any], Any], Callable[..., tuple[Mapping[str, Tensor], Any]]]
 """``(init, update)``: an `Optimizer`, or such functions of yours."""
@@ -43,17 +43,6 @@ def _returns_gradients(pair: Any) -> bool:
 def _make_transformation(init: Callable[[Any], Any], update: Any) -> Optimizer:
     update.returns_gradients = True
     return Optimizer(init, update)
-
-
-def _read_flag(flag: Tensor) -> bool | None:
-    """Return a flag's value, True for a fake tensor (`plan`); None while a compiler records, or if simulated ranks differ."""
-    if _torch.is_in_graph() or _torch.is_tracing():
-        return None
-    values = _torch.unwrap(flag)
-    if _torch.is_fake(values):
-        return True
-    found = set[bool](values.reshape(-1).tolist())
-    return found.pop() if len(found) == 1 else None
 
 
 def _make_link(
@@ -85,8 +74,7 @@ def chain(*links: Pair | Link) -> Optimizer:
 
     A pair before the last one changes the gradients of the next pair. A function, as `ema` and `apply_if_finite` return, takes
     the optimizer of all that follows it and returns another. The state is the tuple of the pairs' states, in those of such
-    functions. `checkpoint.save` takes it as it is; functions that take an optimizer's own state, such as
-    `checkpoint.optimizer_state_dict`, take its last entry.
+    functions; functions of an optimizer's own state, such as `checkpoint.optimizer_state_dict`, take its last entry.
 
     Args:
         *links: Pairs ``(init, update)``, functions of an optimizer, and the optimizer, which is last, and to which
@@ -279,10 +267,8 @@ def apply_if_finite(spec: PartitionSpec, *, max_consecutive: int | None = None) 
 
     A skipped step returns the given parameters and state, bit for bit, also of an optimizer with ``donate=True``: ranks agree
     before the update, by an all-reduce of one number for each mesh axis, which the host waits for. It is counted in the state,
-    and logged at INFO by the logger "funshard" with this rank's units that are not finite.
-
-    In a graph of `compile` the update of such a step runs, on ones as gradients, and its result is dropped.
-    `update_in_backward`, which updates each unit before it knows the others' gradients, refuses this optimizer.
+    and logged at INFO by the logger "funshard" with this rank's units that are not finite. In a graph of `compile` the update
+    of such a step runs, on ones as gradients, and its result is dropped.
 
     Args:
         spec: The spec of the gradients.
@@ -313,50 +299,39 @@ def apply_if_finite(spec: PartitionSpec, *, max_consecutive: int | None = None) 
         check_spans_world(bound.bound_mesh, "apply_if_finite")
         nonfinite = find_nonfinite({key: g.detach() for key, g in grads.items()}, bound)
         finite = agree_finite(nonfinite, bound)
-        applies = _read_flag(finite)
+        applies = read_value(finite, planned=True)
         if applies is None:
             if max_consecutive is not None:
                 raise ValueError(
                     "apply_if_finite: max_consecutive: an error needs the host, which reads no value in a graph: expected "
                     "None, and a look at state.consecutive after the step"
                 )
-            return _select_step(update, finite, grads, state, params, rates)
-        if not applies:
-            return params, _count_skipped(state, nonfinite, [*grads], max_consecutive)
-        new, inner = update(grads, state.inner, params, **rates)
-        return new, FiniteState(inner, torch.zeros_like(state.consecutive), state.total)
+            # a dropped step gets ones, since NaN and zeros may reach derivatives, and copies of the rest, since it may donate
+            safe = {key: torch.where(finite.to(g.device), g, torch.ones_like(g)) for key, g in grads.items()}
+            given = dict(params), state.inner
+            copied, inner = pytree.tree_map_only(Tensor, torch.clone, given)
+            new, inner = update(safe, inner, copied, **rates)
+            new, inner = select_if_finite(finite, (dict(new), inner), given)
+            consecutive, total = state.consecutive.to(finite.device), state.total.to(finite.device)
+            skipped = (~finite).to(total.dtype)
+            return new, FiniteState(inner, (consecutive + 1) * skipped, total + skipped)
+        if applies:
+            new, inner = update(grads, state.inner, params, **rates)
+            return new, FiniteState(inner, torch.zeros_like(state.consecutive), state.total)
+        counted = FiniteState(state.inner, state.consecutive + 1, state.total + 1)
+        in_a_row = read_count(counted.consecutive, "apply_if_finite")
+        here = [] if _torch.is_batched(nonfinite) else [key for key, bad in zip(grads, nonfinite.tolist(), strict=True) if bad]
+        where = f"in units {here[:8]}" if here else "on another rank"
+        if max_consecutive is not None and in_a_row > max_consecutive:
+            raise FloatingPointError(
+                f"apply_if_finite: the gradients of {in_a_row} steps in a row were not finite, now {where}: expected at most "
+                f"{max_consecutive}; nothing is changed: go on from a checkpoint, with another learning rate or other data"
+            )
+        message = "apply_if_finite: a step is skipped, %d in a row, %d in all: gradients are not finite %s"
+        LOGGER.info(message, in_a_row, read_count(counted.total, "apply_if_finite"), where)
+        return params, counted
 
     return _make_link("apply_if_finite", FiniteState, begin, step)
-
-
-def _select_step(
-    update: Any, finite: Tensor, grads: Tensors, state: FiniteState, params: Tensors, rates: Mapping[str, Any]
-) -> tuple[Params, FiniteState]:
-    # a dropped step gets ones as gradients, because NaN and zeros may reach derivatives, and copies of the rest: it may donate
-    safe = {key: torch.where(finite.to(g.device), g, torch.ones_like(g)) for key, g in grads.items()}
-    given = dict(params), state.inner
-    copied, inner = pytree.tree_map_only(Tensor, torch.clone, given)
-    new, inner = update(safe, inner, copied, **rates)
-    new, inner = select_if_finite(finite, (dict(new), inner), given)
-    consecutive, total = state.consecutive.to(finite.device), state.total.to(finite.device)
-    skipped = (~finite).to(total.dtype)
-    return new, FiniteState(inner, (consecutive + 1) * skipped, total + skipped)
-
-
-def _count_skipped(state: FiniteState, nonfinite: Tensor, keys: list[str], max_consecutive: int | None) -> FiniteState:
-    """Count and log a skipped step; return the state, or raise FloatingPointError if too many were skipped in a row."""
-    counted = FiniteState(state.inner, state.consecutive + 1, state.total + 1)
-    in_a_row = read_count(counted.consecutive, "apply_if_finite")
-    here = [] if _torch.is_batched(nonfinite) else [key for key, bad in zip(keys, nonfinite.tolist(), strict=True) if bad]
-    where = f"in units {here[:8]}" if here else "on another rank"
-    if max_consecutive is not None and in_a_row > max_consecutive:
-        raise FloatingPointError(
-            f"apply_if_finite: the gradients of {in_a_row} steps in a row were not finite, now {where}: expected at most "
-            f"{max_consecutive}; nothing is changed: go on from a checkpoint, with another learning rate or other data"
-        )
-    message = "apply_if_finite: a step is skipped, %d in a row, %d in all: gradients are not finite %s"
-    LOGGER.info(message, in_a_row, read_count(counted.total, "apply_if_finite"), where)
-    return counted
 
 
 class ScheduleState(NamedTuple):

@@ -18,20 +18,23 @@ Schedule = Callable[[int | Tensor], Any]
 """A function of the step, which counts from 0: of tensor operations for a tensor, and a number for a number."""
 
 
+def read_value(x: Tensor, planned: Any) -> Any:
+    """Return a number's value on the host, ``planned`` for a fake tensor; None if it is recorded or simulated ranks differ."""
+    if _torch.is_in_graph() or _torch.is_tracing():
+        return None
+    values = _torch.unwrap(x)
+    numbers = {planned} if _torch.is_fake(values) else {*values.reshape(-1).tolist()}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
 def read_count(count: Tensor, who: str, *, planned: int = 0) -> int:
-    """Return a count of steps, ``planned`` for a fake tensor; raise ValueError if it is recorded or simulated ranks differ."""
-    values = _torch.unwrap(count).reshape(-1)
-    if _torch.is_tracing():
+    """Return the value of a count of steps, as `read_value`; raise ValueError if it has none."""
+    if (number := read_value(count, planned)) is None:
         raise ValueError(
-            f"{who}: the count of steps in its state has no value where operators are recorded: record the gradients, and run "
-            "this update outside"
+            f"{who}: the count of steps in its state has no value where operators are recorded, nor where simulated ranks have "
+            "others: expected the same count of steps on all ranks, and this update outside of what is recorded"
         )
-    if _torch.is_fake(values):
-        return planned
-    numbers = set[int](values.tolist())
-    if len(numbers) != 1:
-        raise ValueError(f"{who}: expected a state with the same count of steps on all ranks, got {sorted(numbers)}")
-    return numbers.pop()
+    return number
 
 
 def _of_any_step(f: Callable[[Tensor], Tensor]) -> Schedule:
@@ -60,9 +63,8 @@ def linear(init_value: float, end_value: float, transition_steps: int) -> Schedu
     """
     if transition_steps < 1:
         raise ValueError(f"linear: expected transition_steps of 1 or more, got {transition_steps}")
-    return _of_any_step(
-        lambda step: init_value + (end_value - init_value) * step.clamp(max=transition_steps) / transition_steps
-    )
+    rise = end_value - init_value
+    return _of_any_step(lambda step: init_value + rise * step.clamp(max=transition_steps) / transition_steps)
 
 
 def cosine(init_value: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
@@ -106,9 +108,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     Source: ``optax.join_schedules``.
     """
     if len(boundaries) != len(schedules) - 1 or any(a >= b for a, b in itertools.pairwise([0, *boundaries])):
-        raise ValueError(
-            f"join: expected a rising boundary for each of {len(schedules)} schedules but the first, got {boundaries}"
-        )
+        raise ValueError(f"join: expected rising boundaries of all {len(schedules)} schedules but the first, got {boundaries}")
 
     def rate(step: int | Tensor) -> Any:
         out = schedules[0](step)
