@@ -317,9 +317,8 @@ def scale(a: float | Tensor, x: Mapping[str, Tensor]) -> Params:
 def _check_same_keys(function: str, a_name: str, a: Mapping[str, Tensor], b_name: str, b: Mapping[str, Tensor]) -> None:
     for key in [*a, *b]:
         if key not in a or key not in b:
-            only = a_name if key in a else b_name
-            raise ValueError(f"{function}: '{key}' is in {only} only: expected trees of the same keys")
-        if a[key].shape != b[key].shape:
             raise ValueError(
-                f"{function}: '{key}': expected tensors of one shape, got {list(a[key].shape)} and {list(b[key].shape)}"
+                f"{function}: '{key}' is in {a_name if key in a else b_name} only: expected trees of the same keys"
             )
+        if a[key].shape != b[key].shape:
+            raise ValueError(f"{function}: '{key}': expected tensors of one shape, got {[*a[key].shape]} and {[*b[key].shape]}")

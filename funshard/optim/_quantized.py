@@ -99,20 +99,6 @@ def _find_units(who: str, state: object, spec: PartitionSpec) -> Mapping[str, Ma
     return state
 
 
-def _encoded_slots(key: str, values: Mapping[str, Any], spec: PartitionSpec, codec: Codec, at_least: int) -> list[str]:
-    """Return the names of the encoded slices in a unit's state; raise ValueError for a state of another form."""
-    slots = [name for name, x in values.items() if isinstance(x, QuantizedSlice)]
-    if not slots and key in spec.by_key and _encodes(spec.by_key[key], at_least):
-        numel = spec.shard_numel(spec.by_key[key])
-        for name, x in values.items():
-            if isinstance(x, Tensor) and x.shape == (numel,) and x.is_floating_point():
-                raise ValueError(
-                    f"'{name}' of unit '{key}' is {x.dtype} and not in {codec}: expected the state of init(params) or of an "
-                    "update; optim.encode_state of what optim.decode_state returns is one"
-                )
-    return slots
-
-
 def _encode_unit(
     unit: Unit, values: Mapping[str, Any], slots: list[str], spec: PartitionSpec, codec: Codec, before: Any = None
 ) -> UnitState:
@@ -216,10 +202,9 @@ def quantized_state(
 ) -> Optimizer:
     """Return an elementwise optimizer whose state is at rest in a codec, such as 8 bits (``codecs.dynamic8()``).
 
-    Its update decodes the state of one unit, updates that unit, and encodes the state again. Numbers such as the step are
-    not encoded. Units need ``P(align=256)``, so that no block straddles parameters or ranks' slices. So the values depend
-    neither on the number of ranks nor on the policy, and checkpoints keep the bytes. A block with an infinite value or NaN,
-    also from a square that overflows, becomes NaN as a whole.
+    Its update decodes the state of one unit, updates that unit, and encodes the state again. Units need ``P(align=256)``: no
+    block straddles parameters or ranks' slices, so the values depend neither on the number of ranks nor on the policy. A block
+    with an infinite value or NaN, also from a square that overflows, becomes NaN as a whole.
 
     Args:
         optimizer: ``(init, update)`` that treats each unit by itself, as those of `from_torch` do. Put `chain` and other
@@ -273,20 +258,28 @@ def quantized_state(
             if is_donated:
                 encoded = {k: {n: x for n, x in v.items() if isinstance(x, QuantizedSlice)} for k, v in units.items()}
                 refuse_shared_memory(_argument_tensors(state=encoded))
-        found = ((key, _encoded_slots(key, values, spec, codec, at_least)) for key, values in units.items())
-        slots = {key: names for key, names in found if names}
+        found = {key: [n for n, x in values.items() if isinstance(x, QuantizedSlice)] for key, values in units.items()}
+        slots = {key: names for key, names in found.items() if names}
+        for key in (key for key in units if key not in slots and key in spec.by_key and _encodes(spec.by_key[key], at_least)):
+            for name, x in units[key].items():
+                if isinstance(x, Tensor) and x.shape == (spec.shard_numel(spec.by_key[key]),) and x.is_floating_point():
+                    raise ValueError(
+                        f"'{name}' of unit '{key}' is {x.dtype} and not in {codec}: expected the state of init(params) or of "
+                        "an update; optim.encode_state of what optim.decode_state returns is one"
+                    )
         for what, tree in (("gradient", grads), ("param", params)):
-            if missing := [key for key in slots if key not in tree]:
-                raise ValueError(
-                    f"unit '{missing[0]}' has a state and no {what}: expected one for each unit, got {[*tree][:8]}"
-                )
+            for key in (key for key in slots if key not in tree):
+                raise ValueError(f"unit '{key}' has a state and no {what}: expected one for each unit, got {[*tree][:8]}")
 
         def update_unit(key: str) -> tuple[Tensor, Any]:  # nothing of the unit is decoded afterwards
             unit, values = spec.by_key[key], units[key]
             decoded = {key: _decode_unit(unit, values, spec, codec)}
             new, states = apply({key: grads[key]}, decoded, {key: params[key]}, **rates)
             encoded = _encode_unit(unit, states[key], slots[key], spec, codec, values)
-            return new[key], _write_state(values, encoded) if is_donated else encoded
+            for name in slots[key] if is_donated else ():
+                written = [_torch.write_into(into, part) for into, part in zip(values[name], encoded[name], strict=True)]
+                encoded[name] = QuantizedSlice(*(map(_torch.take_storage, written) if _torch.is_eager() else written))
+            return new[key], encoded
 
         others = [{key: x for key, x in tree.items() if key not in slots} for tree in (grads, units, params)]
         new_params, new_state = map(dict[str, Any], apply(*others, **rates)) if any(others) else ({}, {})
@@ -295,15 +288,6 @@ def quantized_state(
         return {key: new_params[key] for key in params}, {key: new_state[key] for key in units}
 
     return Optimizer(init, update)
-
-
-def _write_state(old: Mapping[str, Any], new: Mapping[str, Any]) -> Any:
-    out = dict(new)
-    for name, x in old.items():
-        if isinstance(x, QuantizedSlice):
-            written = [_torch.write_into(into, value) for into, value in zip(x, new[name], strict=True)]
-            out[name] = QuantizedSlice(*(map(_torch.take_storage, written) if _torch.is_eager() else written))
-    return replace_values(new, out)
 
 
 def _argument_tensors(**trees: Any) -> list[tuple[str, Tensor]]:
