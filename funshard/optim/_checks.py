@@ -230,38 +230,29 @@ def option_ranges(
         return [{}], None
     spec = bind_spec(spec)
     groups, group_of_param = group_by_options(spec, options, check)
-    is_simulated = spec.bound_mesh.is_simulated
-    if is_simulated and len(groups) > 1:
+    if spec.bound_mesh.is_simulated and len(groups) > 1:
         raise ValueError(
             "options: where a parameter lies in a shard depends on the rank, and simulated ranks are all there at once: "
             "expected a mesh of processes, or the same options for all parameters"
         )
     out: dict[str, OptionRanges] = {}
     for unit in spec:
-        if unit.is_encoded:  # bytes, which stay
-            out[unit.key] = OptionRanges(spec.stored(unit)[0])
-        elif is_simulated:  # where a parameter's part is the whole slice
-            names = (unit.key, *(param.name for param in unit.params))
-            out |= dict.fromkeys(names, OptionRanges(spec.shard_numel(unit)))
-        else:
-            out |= _ranges_of_unit(unit, spec, group_of_param)
+        if unit.is_encoded or spec.bound_mesh.is_simulated:  # bytes, which stay, or a slice that is every parameter's part
+            numel = spec.stored(unit)[0] if unit.is_encoded else spec.shard_numel(unit)
+            out |= dict.fromkeys((unit.key, *(param.name for param in unit.params)), OptionRanges(numel))
+            continue
+        ranges: list[tuple[int, slice]] = []
+        for name, begin, end in param_ranges(unit, spec):
+            group = group_of_param[name]
+            out[name] = OptionRanges(end - begin, ((group, slice(0, end - begin)),), (group,))
+            if ranges and ranges[-1][0] == group and end > begin:  # neighbours with the same options: fewer kernels
+                ranges[-1] = group, slice(ranges[-1][1].start, end)
+            elif end > begin:
+                ranges.append((group, slice(begin, end)))
+        of_unit = tuple(dict.fromkeys(group_of_param[param.name] for param in unit.params))
+        absent = [(group, slice(0, 0)) for group in of_unit if group not in dict(ranges)]
+        out[unit.key] = OptionRanges(spec.shard_numel(unit), (*ranges, *absent), of_unit)
     return groups or [{}], out
-
-
-def _ranges_of_unit(unit: Unit, spec: PartitionSpec, group_of_param: Mapping[str, int]) -> dict[str, OptionRanges]:
-    """Return a unit's ranges, and those of its parameters. Neighbours with the same options are one range: fewer kernels."""
-    out: dict[str, OptionRanges] = {}
-    ranges: list[tuple[int, slice]] = []
-    for name, begin, end in param_ranges(unit, spec):
-        group = group_of_param[name]
-        out[name] = OptionRanges(end - begin, ((group, slice(0, end - begin)),), (group,))
-        if ranges and ranges[-1][0] == group and end > begin:
-            ranges[-1] = group, slice(ranges[-1][1].start, end)
-        elif end > begin:
-            ranges.append((group, slice(begin, end)))
-    groups = tuple(dict.fromkeys(group_of_param[param.name] for param in unit.params))
-    absent = [(group, slice(0, 0)) for group in groups if group not in dict(ranges)]
-    return out | {unit.key: OptionRanges(spec.shard_numel(unit), (*ranges, *absent), groups)}
 
 
 def split_by_options(tensor: Tensor, ranges: OptionRanges) -> list[tuple[int, Tensor]]:
@@ -305,14 +296,11 @@ def make_elementwise(
     name: str,
     begin: Callable[[str, Tensor], Tensors],
     step: Callable[..., tuple[Params, Mapping[str, Tensors]]],
-    slots: Collection[str],
+    slots: Collection[str],  # of the state of an updated unit, all like the unit but for the ``numbers``
     numbers: frozenset[str],
     ranges: Mapping[str, OptionRanges] | None,
 ) -> Optimizer:
-    """Return the pair of ``begin(key, param)``, the state of a unit, and ``step(grads, state, params, lr, updated)``.
-
-    The state of an updated unit has the ``slots``, of which the ``numbers`` have no dimensions and others the unit's shape.
-    """
+    """Return the pair of ``begin(key, param)``, the state of a unit, and ``step(grads, state, params, lr, updated)``."""
 
     def init(params: Tensors) -> State:
         updated = find_updated(ranges, params)
@@ -348,10 +336,7 @@ def vary_over(x: Tensor, axes: Iterable[str], spec: PartitionSpec) -> Tensor:
 
 
 def share_options(spec: PartitionSpec | None) -> Callable[[Any, tuple[str, ...]], Any]:
-    """Return ``share(option, axes)`` for one step: the option for units that are split over these axes.
-
-    It is the option itself, unless that is differentiated: then backward sums its derivative over the axes.
-    """
+    """Return ``share(option, axes)`` for one step: the option, of which backward sums the derivative over a unit's axes."""
     entered: dict[tuple[int, tuple[str, ...]], tuple[Tensor, Tensor]] = {}
 
     def share(option: Any, axes: tuple[str, ...]) -> Any:

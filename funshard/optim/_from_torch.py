@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -44,12 +44,9 @@ def from_torch(
 ) -> Optimizer:
     """Return ``(init, update)``: k updates equal k steps of ``optimizer_class(params.values(), **defaults)``.
 
-    Elementwise optimizers run torch's own kernels on the shards, few long vectors. Torch's Muon and Adafactor, which need whole
-    parameters, are `muon` and `adafactor`. examples/guide/optimizers.md says more.
-
-    The state lives where the shards do, also on the host (``P(offload="params")``). Integer units stay as they are, and with a
-    spec padding does. ``foreach``, ``fused`` and ``capturable`` are torch's; on the CPU ``fused=True`` is fastest. The
-    update is eager: derivatives, batched rates and graphs take the pure rules, such as `adamw`, whose state has the same form.
+    Torch's own kernels run on the shards, few long vectors, and eagerly: derivatives, batched rates and graphs take the pure
+    rules, such as `adamw`, whose state has the same form. The state lives where the shards do. Integer units stay as they are,
+    and with a spec padding does. On the CPU ``fused=True`` is fastest. See examples/guide/optimizers.md.
 
     Args:
         optimizer_class: A class of torch.optim, or with ``initial`` your own.
@@ -108,7 +105,16 @@ def from_torch(
     ) -> tuple[Params, State]:
         given = [*_checks.named_tensors(grads, state, params)]
         named = [("lr", lr), *defaults.items(), *(option for group in groups for option in group.items())]
-        _refuse_tracked(cls, given, [(name, x) for name, x in named if isinstance(x, Tensor)])
+        rates = [(name, x) for name, x in named if isinstance(x, Tensor)]
+        for what, tensor in (*given, *rates):  # torch's kernels would lose that silently
+            if _torch.has_derivative(tensor):
+                raise RuntimeError(
+                    f"from_torch: {what} takes part in a derivative, which torch's kernels would lose: expected {RULES}, or an "
+                    "update under torch.no_grad() or outside of the transform"
+                )
+        if batched := [name for name, rate in rates if _torch.is_wrapped(rate)]:
+            got = f"{batched[0]} is batched, and torch's {cls.__name__} makes a number of it"
+            raise RuntimeError(f"from_torch: {got}: expected {RULES}")
         is_batched = any(_torch.is_batched(x) for _, x in given)
         is_donated = donate and not is_batched  # memory that is not batched cannot take results that are
         if is_donated:
@@ -141,9 +147,11 @@ def from_torch(
         for key, unit_ranges in updated.items():
             grad_parts = _checks.split_by_options(make_writable(grads[key], key), unit_ranges)
             parts = zip(_checks.split_by_options(new_params[key].detach(), unit_ranges), grad_parts, strict=True)
+            slices = {n: _checks.split_by_options(x, unit_ranges) for n, x in new_state[key].items() if n not in numbers}
             for at, ((group, piece), (_, piece.grad)) in enumerate(parts):
                 optimizer.param_groups[group]["params"].append(piece)
-                states[piece] = _state_of_range(new_state[key], numbers, unit_ranges, at)
+                own = {n: x.clone() if at else x for n, x in new_state[key].items() if n in numbers}  # each range counts up one
+                states[piece] = own | {n: cuts[at][1] for n, cuts in slices.items()}
                 optimizer.state[piece] = _state_to_step(cls, states[piece], numbers, optimizer.param_groups[group]["lr"])
         if states:
             optimizer.step()
@@ -166,13 +174,11 @@ def _check_class(cls: object, initial: InitialState | None) -> None:
         raise TypeError(f"from_torch: expected a class of optimizers such as torch.optim.AdamW, got {cls!r}")
     if instead := WHOLE.get(cls):
         raise ValueError(f"from_torch: {cls.__name__} needs whole matrices: expected {instead}, which sends them to owners")
-    of_torch = cls.__module__.startswith("torch.optim")
-    if cls not in ELEMENTWISE_CLASSES and (of_torch or initial is None):
-        vouch = "" if of_torch else ", or initial= for a class of your own that works element by element"
+    if cls not in ELEMENTWISE_CLASSES and (initial is None or cls.__module__.startswith("torch.optim")):
         raise ValueError(
             f"from_torch: {cls.__name__} is not known to work element by element, and on slices it would be another "
-            f"optimizer: expected one of {[c.__name__ for c in ELEMENTWISE_CLASSES]}{vouch}; one that needs whole tensors can "
-            "step those of fs.unshard"
+            f"optimizer: expected one of {[c.__name__ for c in ELEMENTWISE_CLASSES]}, or initial= for a class of your own that "
+            "works element by element; one that needs whole tensors can step those of fs.unshard"
         )
 
 
@@ -191,29 +197,6 @@ def _begin(
     start: Any = optimizer._init_group  # pyright: ignore[reportAttributeAccessIssue]
     start(optimizer.param_groups[0], *([] for _ in list(inspect.signature(start).parameters)[1:]))
     return dict(optimizer.state[piece])
-
-
-def _refuse_tracked(cls: type, tensors: Iterable[tuple[str, Tensor]], rates: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise RuntimeError if a tensor is differentiated, or an option batched: torch's kernels would lose that silently."""
-    for what, tensor in (*tensors, *rates):
-        if _torch.has_derivative(tensor):
-            raise RuntimeError(
-                f"from_torch: {what} takes part in a derivative, which torch's kernels would lose: expected {RULES}, or an "
-                "update under torch.no_grad() or outside of the transform"
-            )
-    for what, rate in rates:
-        if _torch.is_wrapped(rate):
-            raise RuntimeError(
-                f"from_torch: {what} is batched, and torch's {cls.__name__} makes a number of it: expected {RULES}"
-            )
-
-
-def _state_of_range(values: Tensors, numbers: Container[str], ranges: OptionRanges, at: int) -> dict[str, Tensor]:
-    """Return the state of range ``at``, as views; each range after the first one with a number counts up a copy of it."""
-    if not ranges.ranges:
-        return dict(values)
-    _, part = ranges.ranges[at]
-    return {name: x[part] if name not in numbers else x.clone() if at else x for name, x in values.items()}
 
 
 def _state_to_step(cls: type, given: Tensors, numbers: Container[str], lr: Any) -> dict[str, Tensor]:

@@ -18,20 +18,15 @@ from . import _checks
 from ._checks import Optimizer, OptionRanges, ParamOptions, State, StateMapping, Tensors
 
 Rate = float | Tensor | Callable[[Tensor], float | Tensor]  # a learning rate, or a function of the step, from 0 on
+Own = tuple[PartitionSpec | None, ParamOptions | None]  # the spec, and options of single parameters
 Slots = dict[str, Tensor]
-Rule = Callable[..., tuple[Tensor, Slots]]
-"""``rule(grad, param, slots, step, lr, **options) -> (new param, new slots)``: step counts from 1, a 0-D float64 tensor."""
+Step = tuple[Tensor, Slots]  # new param and new slots
+Rule = Callable[..., Step]
+"""``rule(grad, param, slots, step, lr, **options)``; the step, which counts from 1, is a 0-D float64 tensor."""
 
 
 def _make_optimizer(
-    name: str,
-    rule: Rule,
-    learning_rate: Rate,
-    slots: Mapping[str, float],
-    hyper: Mapping[str, Any],
-    own: tuple[PartitionSpec | None, ParamOptions | None],
-    *,
-    counts: bool = True,
+    name: str, rule: Rule, learning_rate: Rate, slots: dict[str, float], hyper: dict[str, Any], own: Own, counts: bool = True
 ) -> Optimizer:
     """Return the pair of a rule; ``slots`` are initial values, ``hyper`` its options, ``own`` the ``(spec, options)``."""
     spec, options = own
@@ -62,7 +57,14 @@ def _make_optimizer(
         # in one piece, with the padding, where all options are the same
         updated = {key: x if len(x.groups) > 1 else x._replace(ranges=()) for key, x in found.items()}
         if spec is None and not _torch.is_in_dynamo():
-            _refuse_without_spec(name, lr if lr is not None else learning_rate, params)
+            rate = lr if lr is not None else learning_rate
+            ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+            are_flat = all(x.dim() == 1 for x in params.values())
+            if ranks > 1 and are_flat and isinstance(rate, Tensor) and _torch.has_derivative(rate):
+                raise RuntimeError(
+                    f"{name}: lr is differentiated on {ranks} ranks, of which each has a part of the derivative where a unit "
+                    "is split, and all where it is replicated: expected spec=, by which it is whole for every unit, or a number"
+                )
         share = _checks.share_options(spec)
         is_derived = not _torch.is_in_dynamo() and any(map(_torch.has_derivative, grads.values()))
         new_params, new_state = dict(params), {key: dict(values) for key, values in state.items()}
@@ -94,16 +96,6 @@ def _make_optimizer(
 def _find_padding(spec: PartitionSpec, unit: Unit, tensor: Tensor) -> Tensor | None:
     is_padded = unit.numel < spec.padded_numel(unit) and tensor.shape == (spec.shard_numel(unit),)
     return padding_mask(unit, spec, tensor.device) if is_padded else None
-
-
-def _refuse_without_spec(name: str, rate: object, params: Tensors) -> None:
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if ranks > 1 and isinstance(rate, Tensor) and all(x.dim() == 1 for x in params.values()) and _torch.has_derivative(rate):
-        raise RuntimeError(
-            f"{name}: lr is differentiated on {ranks} ranks, of which each has a part of the derivative where "
-            "a unit is split, and all of it where it is replicated: expected spec=, by which it is the whole one for every "
-            "unit, or a number"
-        )
 
 
 def _number(x: Any) -> Any:
@@ -155,17 +147,12 @@ def sgd(
     return _make_optimizer("sgd", _step_sgd, learning_rate, slots, hyper, (spec, options), counts=False)
 
 
-def _step_sgd(
-    grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, *, momentum: Any, nesterov: bool
-) -> tuple[Tensor, Slots]:
+def _step_sgd(grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, *, momentum: Any, nesterov: bool) -> Step:
     if momentum is None:
         return _add(param, grad, -lr), {}
     buffer = slots["momentum_buffer"] * momentum + grad
     direction = _add(grad, buffer, momentum) if nesterov else buffer
     return _add(param, direction, -lr), {"momentum_buffer": buffer}
-
-
-ADAM_SLOTS = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
 
 def adam(
@@ -180,13 +167,11 @@ def adam(
 ) -> Optimizer:
     """Return ``(init, update)`` of Adam: ``p = p - learning_rate m / (sqrt(v + eps_root) + eps)``, m and v bias-corrected.
 
-    A pure rule of tensors: `torch.func`, `remat`, `scan`, vmap and `compile` take it as any function. On eager tensors that
-    nothing follows, `from_torch` is faster and may donate.
+    A pure function of tensors, for transforms and graphs. On eager tensors `from_torch` is faster and may donate.
 
     Args:
         learning_rate: A number, a 0-D tensor, or a function of the step, a 0-D tensor that counts from 0, such as `cosine`.
-        b1: The decay of the average m of gradients.
-        b2: The decay of the average v of their squares.
+        b1, b2: The decays of the averages m of gradients and v of their squares.
         eps: Added to the root.
         eps_root: Added under the root. Without it, derivatives are NaN where all gradients of an element were 0.
         spec: The spec of the shards, for ``options``, and for derivatives: that of a shared learning rate is whole on every
@@ -207,7 +192,7 @@ def adam(
     Source: ``optax.adam``; the same bits as torch.optim.Adam with ``foreach=True`` if ``eps_root`` is 0.
     """
     hyper = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
-    return _make_optimizer("adam", _step_adamw, learning_rate, ADAM_SLOTS, hyper, (spec, options))
+    return _make_optimizer("adam", _step_adamw, learning_rate, {"exp_avg": 0.0, "exp_avg_sq": 0.0}, hyper, (spec, options))
 
 
 def adamw(
@@ -237,10 +222,10 @@ def adamw(
     Source: ``optax.adamw``, whose default ``weight_decay`` is 1e-4; equal to torch.optim.AdamW, where it is 1e-2.
     """
     hyper = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
-    return _make_optimizer("adamw", _step_adamw, learning_rate, ADAM_SLOTS, hyper, (spec, options))
+    return _make_optimizer("adamw", _step_adamw, learning_rate, {"exp_avg": 0.0, "exp_avg_sq": 0.0}, hyper, (spec, options))
 
 
-def _step_adamw(grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, **options: Any) -> tuple[Tensor, Slots]:
+def _step_adamw(grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, **options: Any) -> Step:
     b1, b2, eps, eps_root = (options[name] for name in ("b1", "b2", "eps", "eps_root"))
     average = _lerp(slots["exp_avg"], grad, 1 - b1)
     square = _average_square(slots["exp_avg_sq"], grad, b2)
@@ -282,7 +267,7 @@ def lion(
 
 def _step_lion(
     grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, *, b1: Any, b2: Any, weight_decay: Any
-) -> tuple[Tensor, Slots]:
+) -> Step:
     average = slots["exp_avg"]
     new = _add(param * _number(1 - lr * weight_decay), _lerp(average, grad, 1 - b1).sign(), -lr)
     return new, {"exp_avg": _lerp(average, grad, 1 - b2)}
@@ -326,7 +311,7 @@ def rmsprop(
 
 def _step_rmsprop(
     grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, *, decay: Any, eps: Any, eps_in_sqrt: bool, momentum: Any
-) -> tuple[Tensor, Slots]:
+) -> Step:
     new = {"square_avg": _average_square(slots["square_avg"], grad, decay)}
     square = new["square_avg"]
     if "grad_avg" in slots:
@@ -371,9 +356,7 @@ def adagrad(
     return _make_optimizer("adagrad", _step_adagrad, learning_rate, slots, hyper, (spec, options))
 
 
-def _step_adagrad(
-    grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, *, eps: Any, eps_in_sqrt: bool
-) -> tuple[Tensor, Slots]:
+def _step_adagrad(grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, *, eps: Any, eps_in_sqrt: bool) -> Step:
     total = torch.addcmul(slots["sum"], grad, grad)
     root = (total + eps).sqrt() if eps_in_sqrt else total.sqrt() + eps
     return param - grad * _number(lr) / root, {"sum": total}
