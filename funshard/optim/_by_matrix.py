@@ -45,6 +45,7 @@ class MatrixRule:
     after_exchange: Callable[[Payload, Slots, Tensor, MatrixOptions], tuple[Tensor, Slots]]
     result_count: int = 1
     takes_batches: bool = False  # whether ``on_owner``, which has no state, also takes a stack of matrices
+    reads_step: bool = False  # ``on_owner`` reads the step to know what to compute, which no graph can
     is_whole: bool = False  # it is a `MatrixUpdate`, which may mix a batch and only owners give options; else slices use these
 
 
@@ -80,11 +81,9 @@ def rule_from_update(init: MatrixInit, update: MatrixUpdate, chosen: Sequence[Ma
     return MatrixRule(slots, init, before_exchange, on_owner, after_exchange, 1 + len(slots), is_whole=True)
 
 
-def _try_init(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
+def _try_init(init: Callable[..., Any], update: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
     """Return the state of a matrix of this shape on meta. Wrong results raise TypeError or ValueError, on all ranks."""
     x = torch.empty(shape, dtype=dtype, device="meta")
-    state: Any
-    new: Any
     try:
         state = init(x)
     except (RuntimeError, NotImplementedError) as error:
@@ -165,20 +164,15 @@ def _fallback_tensors(known: Matrices, tree: Tensors) -> Params:
     """Return the tensors of ``fallback``: shards of units without matrices by key, other parts of shards by name."""
     out: Params = {}
     for key, tensor in tree.items():
-        if not (names := known._names_in(key)):
-            out[key] = tensor
-            continue
+        names = known._names_in(key)
         others = [param.name for param in known.spec.by_key[key].params if param.name not in names]
-        out |= {name: known._select(key, tensor, name) for name in others}
+        out |= {name: known._select(key, tensor, name) for name in others} if names else {key: tensor}
     return out
 
 
 @dataclass(eq=False)
 class MatrixStep:
-    """One step of an optimizer of matrices, which writes into the given params and slices part by part, unless it is tracked.
-
-    It is tracked if it is differentiated, batched or recorded: then no rank may skip what another rank runs.
-    """
+    """One step of an optimizer of matrices, which writes into the given params and slices, unless it is tracked."""
 
     rule: MatrixRule
     known: Matrices
@@ -187,22 +181,19 @@ class MatrixStep:
     grads: Tensors
     state: Mapping[str, MatrixState]  # with the number of this step
     params: Tensors
-    is_tracked: bool
+    is_tracked: bool  # differentiated, batched or recorded: then no rank may skip what another rank runs
     parts: dict[str, Slots] = field(default_factory=dict)  # by matrix, its new slots and, after its return, its new param, ""
     owned: dict[str, Slots] = field(default_factory=dict)  # by matrix, its owner's new state
 
     def run(self, rates: Mapping[str, Any]) -> tuple[Params, dict[str, MatrixState]]:
-        """Return the new params and state. The fallback, which gets the ``rates``, runs while the first batch is sent.
-
-        A batch goes to its owners while the one before it is updated, and that one returns while this one is updated.
-        """
+        """Return the new params and state. The fallback, which gets the ``rates``, runs while the first batch is sent."""
         batches = [*self.known._batches_of(self.params)]
         waiting = self._send(batches[0]) if batches else []
         others = {name: x for unit in self.state.values() for name, x in unit.fallback.items()}
         grads, params = (_fallback_tensors(self.known, tree) for tree in (self.grads, self.params))
         new_others, others = self.fallback[1](grads, others, params, **rates)
         finish: Callable[[], None] | None = None
-        for i, batch in enumerate(batches):
+        for i, batch in enumerate(batches):  # meanwhile the next one goes to its owners, and the one before returns
             arrived = [wait() for wait in waiting]
             waiting = self._send(batches[i + 1]) if i + 1 < len(batches) else []
             results = self._update_owned(batch, arrived)
@@ -255,12 +246,16 @@ class MatrixStep:
             made, _ = self.rule.on_owner(stacks, {}, self._options_of(first))
             results |= zip(names, zip(*(stack.unbind() for stack in made), strict=True), strict=True)
         rates = [x for m in batch.matrices for x in self.options[m.name].values() if isinstance(x, Tensor)]
-        tie = batch.tie_to_inputs(pytree.tree_leaves((dict(sent), old, rates)) if self.is_tracked else [])
+        given = pytree.tree_leaves((dict(sent), old, rates)) if self.is_tracked and batch.to_owners else []
+        zeros = [x.reshape(-1)[:0].sum().abs().float().to(given[0].device) for x in given]
+
+        def tie(x: Tensor) -> Tensor:  # or else ranks without the matrix send other sizes under vmap, and nothing in backward
+            return x + torch.stack(zeros).sum().to(x.dtype) if zeros else x
+
         for matrix in batch.matrices:
-            before = old[matrix.name]
             new = owned[matrix.name]
             if not batch.to_owners:  # simulated ranks, of which one is the owner
-                new = {key: batch.select_on_owner(matrix, x, before[key]) for key, x in new.items()}
+                new = {key: batch.select_on_owner(matrix, x, old[matrix.name][key]) for key, x in new.items()}
             self.owned[matrix.name] = {key: tie(x) for key, x in new.items()}
         return [
             {name: tie(results[name][i].to(payload[i].dtype)) for name, payload in sent.items()}
@@ -360,14 +355,10 @@ def make_optimizer(
     *,
     options: ParamOptions | None = None,
     fallback: Fallback | None = None,
-    shares_lr: bool = False,
+    shares_lr: bool = False,  # whether the fallback gets a step's ``lr=``, as the default one does
     donate: bool = False,
-    breaks_graph: str = "",
 ) -> Optimizer:
-    """Return the optimizer of a rule with the ``defaults`` as its options, and AdamW as the default ``fallback``.
-
-    A fallback that ``shares_lr`` gets a step's ``lr=``. ``breaks_graph`` says why torch.compile runs an update eagerly.
-    """
+    """Return the optimizer of a rule with the ``defaults`` as its options, and AdamW as the default ``fallback``."""
     known = spec if isinstance(spec, Matrices) else matrices(spec)
     every: dict[str, MatrixOptions] = {}
     owned: dict[str, dict[str, list[int]]] = {}  # by matrix and name, the shape of its owner's state
@@ -423,9 +414,7 @@ def make_optimizer(
         _checks.check_rate(lr, "lr")
         _checks.check_rate(fallback_lr, "fallback_lr")
         if lr is not None and fallback_lr is None and not shares_lr:
-            raise ValueError(
-                "lr= is the matrices': expected fallback_lr= with it, the learning rate of the fallback= that was given"
-            )
+            raise ValueError("lr= is the matrices': expected fallback_lr= with it, that of the fallback= that was given")
         rates = {"lr": lr if fallback_lr is None else fallback_lr} if lr is not None or fallback_lr is not None else {}
         now = every
         if lr is not None:
@@ -450,8 +439,8 @@ def make_optimizer(
             next_state = {key: s._replace(slices=pytree.tree_map(make_writable, s.slices)) for key, s in next_state.items()}
             return MatrixStep(rule, known, now, others, grads, next_state, written, is_tracked=False).run(rates)
 
-    broken = _torch.disable_in_graph(_checks.break_message(who, breaks_graph))(update) if breaks_graph else update
-    return Optimizer(init, broken)
+    reason = _checks.break_message(who, "it reads the step to know what to compute")
+    return Optimizer(init, _torch.disable_in_graph(reason)(update) if rule.reads_step else update)
 
 
 def _fallback_adamw(known: Matrices, defaults: Mapping[str, Any], options: ParamOptions | None, *, donate: bool) -> Fallback:

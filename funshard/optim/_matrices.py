@@ -9,6 +9,7 @@ stack. Every rank computes all of this from the spec and the owners, so that onl
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,14 +53,11 @@ def _split_flat(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 class AllToAll(NamedTuple):
-    """A step of an exchange: take pieces of these sizes in this order, and send so many elements to each rank of a group.
-
-    Nothing is sent if ``group``, the process group's name, is "".
-    """
+    """A step of an exchange: take pieces of these sizes in this order, and send so many elements to each rank of a group."""
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
-    group: str = ""
+    group: str = ""  # the process group's name; without one nothing is sent
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
 
@@ -126,11 +124,11 @@ def plan_exchange(
     replica_axes = [i for name, i in axes.items() if name not in unit.distinct_axes]
     rank_of_slice = {rank_along(split, mesh, rank)[0]: rank for rank in _owners.all_coords(spec)}
     own = rank_along(split, mesh, coords)[0]
-    whole = {
-        (i, s): _count_overlap(matrix, s % spec.size(unit), spec.shard_numel(matrix.unit))
-        for i, matrix in enumerate(matrices)
-        for s in range(len(rank_of_slice))
-    }
+    whole: dict[tuple[int, int], int] = {}  # by piece, its number of elements
+    for (i, matrix), s in itertools.product(enumerate(matrices), range(len(rank_of_slice))):
+        length = spec.shard_numel(matrix.unit)
+        low = s % spec.size(unit) * length
+        whole[i, s] = max(0, min(matrix.begin + matrix.param.numel, low + length) - max(matrix.begin, low))
     sizes = {piece: len(range(numel)[chunk_slice(numel, chunk)]) for piece, numel in whole.items()}
     ends: dict[tuple[int, int], tuple[Owner, Owner]] = {}  # where a piece begins and ends; None: on all ranks of the axis
     for (i, s), owner in ((piece, matrices[piece[0]].owner) for piece, numel in whole.items() if numel):
@@ -171,11 +169,6 @@ def plan_exchange(
     slices = tuple(sizes[i, own] for i in range(len(matrices)))
     owned = tuple(sum(sizes[i, s] for s in rank_of_slice) * m.is_owned_by(coords) for i, m in enumerate(matrices))
     return ExchangePlan(tuple(steps), owned if to_owners else slices, chunk)
-
-
-def _count_overlap(matrix: Matrix, number: int, length: int) -> int:
-    low, high = number * length, (number + 1) * length
-    return max(0, min(matrix.begin + matrix.param.numel, high) - max(matrix.begin, low))
 
 
 @_torch.allow_in_graph
@@ -228,16 +221,6 @@ class MatrixBatch(NamedTuple):
             return start_plan(tensors, plan)
         arrived = _split_flat(_exchange(_concat_flat(tensors), plan, inverse), plan.end)
         return lambda: arrived
-
-    def tie_to_inputs(self, given: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return a function that makes a result depend on the ``given`` tensors, of which some are tracked or batched.
-
-        Without it, ranks that are not the owner would send other sizes under vmap, or nothing in backward.
-        """
-        if self.to_owners is None or not given:
-            return lambda x: x
-        zeros = [x.reshape(-1)[:0].sum().abs().float().to(given[0].device) for x in given]
-        return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
 
     def _gather_simulated(self, piece: Tensor, matrix: Matrix) -> Tensor:
         """Return the whole matrix at its owner, zeros on the other simulated ranks."""
@@ -301,8 +284,7 @@ class Matrices:
         return tuple(param.name for param in self.spec.by_key[key].params if param.name in self.by_name)
 
     def _is_owner(self, name: str) -> bool:
-        mesh = self.spec.bound_mesh
-        return mesh.is_simulated or self.by_name[name].is_owned_by(rank_coords(mesh, None))
+        return self.spec.bound_mesh.is_simulated or self.by_name[name].is_owned_by(rank_coords(self.spec.bound_mesh, None))
 
     def _select(self, key: str, piece: Tensor, name: str) -> Tensor:
         """Return a parameter's part of a slice, a view; on simulated ranks, whose shapes are alike, the whole slice."""

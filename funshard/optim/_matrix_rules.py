@@ -46,17 +46,14 @@ def muon(
 
     Args:
         spec: The spec, or `matrices`: ``matrices(spec, select=hidden(model))`` leaves embeddings and heads to ``fallback``.
-        lr: The learning rate, a number.
-        weight_decay: Decoupled, as in AdamW.
-        momentum: Of the average of gradients.
-        nesterov: Use Nesterov's momentum.
+        lr, weight_decay: The learning rate, a number, and the decay, decoupled as in AdamW.
+        momentum, nesterov: Of the average of gradients, and whether to use Nesterov's.
         coefficients, eps, steps: Of the iteration, 1 to 99 steps; see `orthogonal`.
         adjust_lr: The scale of a matrix [n, m]: ``"original"`` is ``sqrt(max(1, n / m))``; ``"match_rms_adamw"`` is
             ``0.2 sqrt(max(n, m))``, which suits AdamW's learning rate and weight decay.
         dtype: In which a matrix is sent and iterated. On a CPU without bfloat16 instructions float32 is faster.
         options: ``options(name, param)``: a parameter's own ``lr``, ``weight_decay`` or ``momentum``.
-        fallback: As in `by_matrix`; by default AdamW with this ``lr`` and ``weight_decay``.
-        donate: As in `by_matrix`.
+        fallback, donate: As in `by_matrix`; the default is AdamW with this ``lr`` and ``weight_decay``.
 
     Example:
         >>> import torch, funshard as fs
@@ -124,8 +121,9 @@ def orthogonal(
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
     y = x.mT if tall else x
-    power = _power_of_two(y)
-    y = y / power
+    largest = upcast(y.detach()).abs().amax((-2, -1), keepdim=True)
+    power = torch.where(largest > 1, largest / (2 * torch.frexp(largest).mantissa), 1).to(y.dtype)
+    y = y / power  # a power of two near the largest element, which rounds nothing
     y = y / torch.maximum(torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True), eps / power)
     batched = y.dim() > 2
     y = y.flatten(0, -3) if batched else y
@@ -133,15 +131,7 @@ def orthogonal(
     for _ in range(steps):
         gram = y @ y.mT
         y = add(y, add(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    y = y.mT if tall else y
-    return y.reshape(x.shape)
-
-
-def _power_of_two(x: Tensor) -> Tensor:
-    """Return a power of two near each matrix's largest element, at least 1: dividing by it rounds nothing."""
-    largest = upcast(x.detach()).abs().amax((-2, -1), keepdim=True)
-    power = largest / (2 * torch.frexp(largest).mantissa)
-    return torch.where(largest > 1, power, 1).to(x.dtype)
+    return (y.mT if tall else y).reshape(x.shape)
 
 
 # --- Shared parts of Shampoo and SOAP: the factors G G^T and G^T G of a matrix, and functions of them every few steps ---
@@ -207,8 +197,7 @@ def shampoo(
     """Return ``(init, update)`` of Shampoo: ``M = momentum M + L^(-1/4) G R^(-1/4)``, ``W = (1 - lr weight_decay) W - lr M``.
 
     L and R begin as ``eps`` times the identity and accumulate ``G G^T`` and ``G^T G``. Eigenvalues give their roots, in float32
-    at least, and elements of G count as at most 2^48 there. The momentum is kept in slices like the parameters; owners keep
-    factors and roots, and compute everything.
+    at least, and elements of G count as at most 2^48 there. The momentum is kept in slices like the parameters.
 
     Args:
         spec, lr, weight_decay: As in `muon`.
@@ -255,10 +244,9 @@ def shampoo(
         return param * (1 - options["lr"] * options["weight_decay"]) - options["lr"] * buffer, {"momentum_buffer": buffer}
 
     init_owned = partial(_init_factors, max_size=max_size, eps=eps, suffix="root")
-    rule = MatrixRule(("momentum_buffer",), init_owned, before_exchange, on_owner, after_exchange)
+    rule = MatrixRule(("momentum_buffer",), init_owned, before_exchange, on_owner, after_exchange, reads_step=True)
     defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-    why = "it reads the step to know whether to compute roots"
-    return make_optimizer("shampoo", rule, spec, defaults, options=options, fallback=fallback, donate=donate, breaks_graph=why)
+    return make_optimizer("shampoo", rule, spec, defaults, options=options, fallback=fallback, donate=donate)
 
 
 def _inverse_roots(factor: Tensor, power: int) -> list[Tensor]:
@@ -286,9 +274,8 @@ def soap(
 
     With Q the eigenvectors of both sides, the gradient and its average M are rotated, ``G' = Q_L^T G Q_R``; V averages
     ``G'^2``; the step is ``M' / (sqrt(V) + eps)``, bias-corrected and rotated back; the weight decays as in AdamW. sqrt(V) is
-    at least the rounding error of its largest element: directions without gradients, where M' and V are rounding errors, get no
-    steps. The first gradient only computes the basis. M is kept in slices like the parameters; owners keep V, the factors and
-    the basis. Elements of gradients count as at most 2^48 in float32: larger squares would overflow.
+    at least the rounding error of its largest element, so that directions without gradients get no steps. The first gradient
+    only computes the basis. Elements of gradients count as at most 2^48 in float32: larger squares would overflow.
 
     Args:
         spec, lr, weight_decay: As in `muon`.
@@ -333,7 +320,9 @@ def soap(
         square = state["exp_avg_sq"]
         square = square + (rotated.square() - square) * (1 - betas[1]) * counts
         root = (square + (1 - counts)).sqrt()  # not of the first step's zeros, where it has no derivative
-        direction = _rotate(average, bases, factored) / (torch.maximum(root, _rounding_error(root)) + eps)
+        # Adam would divide the rounding errors of a rotated gradient by themselves, into full steps
+        smallest = root.amax((-2, -1), keepdim=True) * (30 * math.sqrt(max(root.shape[-2:])) * torch.finfo(root.dtype).eps)
+        direction = _rotate(average, bases, factored) / (torch.maximum(root, smallest) + eps)
         direction = _rotate(direction, [basis.mT for basis in bases], factored) * counts
         bases = _compute_if_due(step == 1, lambda: [_eigh_or_nan(factor)[1].flip(-1) for factor in factors], bases)
         due = (step > 1) & ((step - 1) % every == 0)
@@ -350,20 +339,13 @@ def soap(
         param = param - options["lr"] * size * results[0]
         return param * (1 - options["lr"] * options["weight_decay"] * counts), slots
 
-    rule = MatrixRule(("exp_avg",), init_owned, before_exchange, on_owner, after_exchange)
+    rule = MatrixRule(("exp_avg",), init_owned, before_exchange, on_owner, after_exchange, reads_step=True)
     defaults = {"lr": lr, "weight_decay": weight_decay}
-    why = "it reads the step to know whether to compute bases"
-    return make_optimizer("soap", rule, spec, defaults, options=options, fallback=fallback, donate=donate, breaks_graph=why)
+    return make_optimizer("soap", rule, spec, defaults, options=options, fallback=fallback, donate=donate)
 
 
 def _is_past_first(step: Tensor, like: Tensor) -> Tensor:
     return (step > 1).to(like.device, upcast(like[..., :0]).dtype).to(like.dtype)
-
-
-def _rounding_error(root: Tensor) -> Tensor:
-    """Return the size of rounding errors in a rotated gradient, which Adam would divide by themselves, into full steps."""
-    size = max(root.shape[-2:])
-    return root.amax((-2, -1), keepdim=True) * (30 * math.sqrt(size) * torch.finfo(root.dtype).eps)
 
 
 def _rotate(x: Tensor, bases: list[Tensor], factored: list[str]) -> Tensor:
@@ -454,18 +436,17 @@ def adafactor(
         length = direction.norm(2).double() / (direction.numel() ** 0.5 * clipping_threshold)
         return (param * (1 - lr * weight_decay) - direction * (rate / length.clamp(min=1))).to(param.dtype), new
 
+    def begin_others(params: Tensors) -> Mapping[str, Any]:  # which raises also on ranks that hold none of a parameter
+        by_name = known.spec.by_name
+        for name, x in params.items():
+            if is_inexact(x) and (by_name[name][1].numel if name in by_name else len(x)):
+                raise ValueError(
+                    f"Adafactor: '{name}' is frozen, or none of the matrices given: expected what is trained, all of it among "
+                    "the matrices; set the rest apart with trainable, frozen = partition(params, spec)"
+                )
+        return {name: {} for name in params}
+
     rule = rule_from_update(init, update, known.chosen)
     defaults = {"lr": learning_rate, "weight_decay": weight_decay}
-    fallback = partial(_refuse_update, known.spec), lambda grads, state, params, **rates: (dict(params), dict(state))
+    fallback = begin_others, lambda grads, state, params, **rates: (dict(params), dict(state))
     return make_optimizer("adafactor", rule, known, defaults, options=options, fallback=fallback, shares_lr=True, donate=donate)
-
-
-def _refuse_update(spec: PartitionSpec, params: Tensors) -> Mapping[str, Any]:
-    """Return no state for what is not updated; raise ValueError for anything else, also on ranks that hold none of it."""
-    for name, x in params.items():
-        if is_inexact(x) and (spec.by_name[name][1].numel if name in spec.by_name else len(x)):
-            raise ValueError(
-                f"Adafactor: '{name}' is frozen, or none of the matrices given: expected what is trained, all of it among the "
-                "matrices; set the rest apart with trainable, frozen = partition(params, spec)"
-            )
-    return {name: {} for name in params}

@@ -141,9 +141,8 @@ def select_matrices(spec: PartitionSpec, select: Select | None, *, gather_stacks
 
 def _matrix_shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] | None:
     wanted = len(param.shape) == 2 if select is None else select(param.name, param)
-    if wanted is False or not unit.requires_grad or not param.numel:
-        return None
-    if not (param.dtype.is_floating_point or param.dtype.is_complex):
+    is_inexact = param.dtype.is_floating_point or param.dtype.is_complex
+    if wanted is False or not (unit.requires_grad and param.numel and is_inexact):
         return None
     if wanted is True:
         return param.shape
@@ -216,14 +215,11 @@ def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[in
 
 
 def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -> int:
-    """Return the number of chunks in which a batch returns, so that a rank holds at most ``max_numel`` elements of it.
-
-    Each replica sends its results to all others; within one no more elements come back than went to the owners.
-    """
+    """Return the number of chunks in which a batch returns, so that a rank holds at most ``max_numel`` elements of it."""
     replica_axes = [i for i, name in enumerate(spec.bound_mesh.names) if name not in batch[0].unit.distinct_axes]
     slices = count_ranks(batch[0].split_axes, spec.bound_mesh)
     ranks = len(all_coords(spec)) // count_ranks(batch[0].stack_axes, spec.bound_mesh)
-    if slices == ranks:
+    if slices == ranks:  # no more elements come back than went to the owners; a replica sends its results to all others
         return 1
     of_replica = Counter[Owner]()
     for matrix in batch:
