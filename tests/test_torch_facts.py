@@ -1424,8 +1424,12 @@ def test_attention_is_replaced() -> None:
         assert _torch.current_attention() is twice
         doubled = module(x, x, x, need_weights=False)[0]
         direct = F.scaled_dot_product_attention(x, x, x)
-        with _torch.use_attention(None):
-            assert torch.equal(F.scaled_dot_product_attention(x, x, x) * 2, direct)
+        inside: list[object] = []
+        y = x.detach().requires_grad_()
+        y.register_hook(lambda _: inside.append(_torch.current_attention()))
+        y.sum().backward()
+    assert inside == [None]  # torch runs backward outside of all modes
+    assert torch.equal(F.scaled_dot_product_attention(x, x, x) * 2, direct)
     assert len(calls) == 2
     assert not torch.allclose(out, doubled)
     assert vars(F) == before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
 import types
 from collections.abc import Callable, Generator, Hashable
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from .dispatch import run_uncompiled
 from .tracing import assume_constant
@@ -176,54 +175,28 @@ AttentionFunction = Callable[..., Tensor]
 """A function with the arguments of ``F.scaled_dot_product_attention``."""
 
 
-class _CurrentAttention(threading.local):
-    """The function that replaces attention in this thread, None for torch's own."""
-
-    function: AttentionFunction | None = None
-
-
-_CURRENT = _CurrentAttention()
-
-
 def current_attention() -> AttentionFunction | None:
     """Return the function that replaces attention in this thread, None for torch's own."""
-    return _CURRENT.function
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, ReplaceAttention)]
+    return modes[-1].function if modes else None
 
 
 class ReplaceAttention(TorchFunctionMode):
-    """A mode in which a function replaces ``F.scaled_dot_product_attention`` in this thread; None restores torch's own.
+    """A mode in which a function replaces ``F.scaled_dot_product_attention`` in this thread; the innermost counts.
 
     torch runs ``F.multi_head_attention_forward``, which calls it, outside of the mode. So this runs a copy of that, in whose
     globals attention is the other function. Pinned by ``test_attention_is_replaced``.
     """
 
-    def __init__(self, function: AttentionFunction | None) -> None:
+    def __init__(self, function: AttentionFunction) -> None:
         super().__init__()
-        self._function = function
-        self._multi_head = None if function is None else _copy_multi_head(function)
-        self._before: list[AttentionFunction | None] = []
-
-    def __enter__(self) -> ReplaceAttention:
-        self._before.append(_CURRENT.function)
-        _CURRENT.function = self._function
-        return super().__enter__()  # pyright: ignore[reportReturnType]
-
-    def __exit__(self, *error: Any) -> None:
-        if _CURRENT.function is not self._function:
-            raise RuntimeError(
-                "transforms_attention is left where it is not the innermost one: expected the thread that entered it, and the "
-                "reverse order"
-            )
-        _CURRENT.function = self._before.pop()
-        super().__exit__(*error)
+        self.function, self._multi_head = function, _copy_multi_head(function)
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        # a mode further inside may say that attention is torch's own; Dynamo traces none of those
-        if self._function is not None and (torch.compiler.is_compiling() or _CURRENT.function is self._function):
-            if func is F.scaled_dot_product_attention:
-                func = self._function
-            elif func is F.multi_head_attention_forward:
-                func = self._multi_head
+        if func is F.scaled_dot_product_attention:
+            func = self.function
+        elif func is F.multi_head_attention_forward:
+            func = self._multi_head
         return func(*args, **(kwargs or {}))
 
 
@@ -232,8 +205,11 @@ run_uncompiled(ReplaceAttention.__torch_function__)
 
 
 def use_attention(function: AttentionFunction | None) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which a function replaces attention in this thread; None restores torch's own."""
-    return contextlib.nullcontext() if function is None and _CURRENT.function is None else ReplaceAttention(function)
+    """Return a context in which a function replaces attention in this thread; None for no change.
+
+    A backward has torch's own by itself, also in the context of another function: torch runs it outside of all modes.
+    """
+    return contextlib.nullcontext() if function in (None, current_attention()) else ReplaceAttention(function)
 
 
 def _copy_multi_head(function: AttentionFunction) -> Callable[..., Any]:
