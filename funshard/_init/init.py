@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # arguments of operators
 
@@ -21,7 +20,7 @@ from .._call.buffers import copy_buffer
 from .._call.module_state import calling_thread, restore_modules
 from .._core.checks import bind_spec
 from .._core.layout import Params, to_memory_order, unflatten_unit
-from .._core.spec import PartitionSpec
+from .._core.spec import PartitionSpec, abridge
 from .._core.tree import check_not_compiled, join_path
 from .._core.unit import Unit, global_shape
 from .._sharding.sharding import check_rank, collect_full_params, hash_bits
@@ -46,28 +45,54 @@ class _Slot:
     name: str
     tensor: Tensor
     is_param: bool
+    scope: tuple[str, ...]
+    now: Tensor = field(init=False)
+    """What modules have: on the meta device, unless it is filled."""
     places: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     """Each module that has it, the dict in the module, and the name in the dict."""
     owner: nn.Module | None = None
     """The first of these modules that is initialised; the others' initialisers do not write to it, as if it was tied later."""
-    scope: tuple[str, ...] = ()
 
     @property
     def has_nan(self) -> bool:
         """Whether NaN marks elements that nobody wrote. torch has no test for NaN in dtypes of 8 bits."""
         return (self.tensor.is_floating_point() or self.tensor.is_complex()) and self.tensor.itemsize > 1
 
-    def empty(self, device: torch.device) -> Tensor:
+    def empty(self, device: torch.device = META) -> Tensor:
         return torch.empty_like(self.tensor, device=device, requires_grad=False)
 
-    def make_tensor(self, values: Tensor) -> Tensor:
-        """Return a tensor on the memory of ``values``, with the type and the attributes of the slot's own."""
-        tensor = nn.Parameter(values, self.tensor.requires_grad) if self.is_param else values.detach()
-        vars(tensor).update(vars(self.tensor))
-        return tensor
+    def put(self, values: Tensor) -> None:
+        """Give modules these values."""
+        self.now = _make_tensor(values, self.tensor)
+        for module, kind, attr in self.places:
+            vars(module)[kind][attr] = self.now
+
+    def take_back(self, value: Tensor) -> bool:
+        """Return whether a module has another tensor, or one with other memory (``.data``) than ``value``; copy what it has."""
+        held = [vars(module)[kind].get(attr) for module, kind, attr in self.places]
+        now = next((x for x in held if x is not self.now), self.now)
+        if now is self.now and _memory(now) == _memory(value):
+            return False
+        if not isinstance(now, Tensor) or (now.shape, now.dtype) != (value.shape, value.dtype):
+            got = f"{list(now.shape)} {now.dtype}" if isinstance(now, Tensor) else type(now).__name__
+            raise ValueError(f"expected {list(value.shape)} {value.dtype} in the place of '{self.name}', got {got}")
+        value.copy_(now.detach().clone())
+        self.put(value)
+        return True
 
     def __str__(self) -> str:
         return f"{'parameter' if self.is_param else 'buffer'} '{self.name}'"
+
+
+def _make_tensor(values: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor on the memory of ``values``, with the type and the attributes of another."""
+    tensor = nn.Parameter(values, like.requires_grad) if isinstance(like, nn.Parameter) else values.detach()
+    vars(tensor).update(vars(like))
+    return tensor
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return _torch.storage_id(tensor), tensor.storage_offset(), tensor.stride()
 
 
 @dataclass(eq=False)
@@ -132,76 +157,46 @@ class _InitialValues:
     """
 
     def __init__(self, model: nn.Module, spec: PartitionSpec, init_fn: InitFn | None, seed: int, device: torch.device) -> None:
-        self._seed, self._device, self._by_tensor = seed, device, dict[int, _Slot]()
-        self.tensors: dict[_Slot, Tensor] = {}
-        """What modules have: parameters and buffers on the meta device but for those that are filled."""
+        self._seed, self._device, by_tensor = seed, device, dict[int, _Slot]()
         paths = {module: path for path, module in model.named_modules()}
-        own: dict[nn.Module, list[_Slot]] = {module: self._take_tensors(path, module) for module, path in paths.items()}
+        scopes, own = {path: unit.paths for unit in spec for path in unit.paths}, dict[nn.Module, list[_Slot]]()
+        for module, path in paths.items():
+            scope = scopes.setdefault(path, scopes.get(path.rpartition(".")[0], ()))
+            own[module] = _take_tensors(path, module, scope, by_tensor)
+        self.slots = [*by_tensor.values()]
         children_first = list[nn.Module]()
         nn.Module.apply(model, children_first.append)
         resets = {x: find_reset(x) if init_fn is None else partial(init_fn, x) for x in dict.fromkeys(children_first)}
         inside = {x: [*dict.fromkeys(slot for one in x.modules() for slot in own[one])] for x, reset in resets.items() if reset}
         self._runs = [_Initialiser(paths[x], x, reset, inside[x]) for x, reset in resets.items() if reset is not None]
-        order = {one.module: i for i, one in enumerate(self._runs)}
-        self._storages = {_torch.storage_id(slot.tensor): slot for slot in self.tensors}
-        unit_paths = {path: unit.paths for unit in spec for path in unit.paths}
-        for slot in self.tensors:
-            slot.owner = min({place[0] for place in slot.places} & order.keys(), key=order.__getitem__, default=None)
-            path = paths[slot.places[0][0]]
-            while path and path not in unit_paths:
-                path = path.rpartition(".")[0]
-            slot.scope = unit_paths.get(path, ("",))
+        for run in reversed(self._runs):
+            for slot in own[run.module]:
+                slot.owner = run.module
+        self._storages = {_torch.storage_id(slot.tensor): slot for slot in self.slots}
 
-    def _take_tensors(self, path: str, module: nn.Module) -> list[_Slot]:
-        """Give a module tensors of our own in the place of its own ones, and return the slots of those without values."""
-        check_not_compiled(path, module)
-        found: list[_Slot] = []
-        for kind in _KINDS:
-            tensors = vars(module)[kind] = dict(vars(module)[kind])
-            for attr, tensor in [(attr, tensor) for attr, tensor in tensors.items() if tensor is not None]:
-                slot = self._by_tensor.setdefault(id(tensor), _Slot(join_path(path, attr), tensor, kind == "_parameters"))
-                if slot not in self.tensors and not tensor.is_meta:
-                    tensors[attr] = slot.make_tensor(copy_buffer(tensor.detach(), tensor.dtype))
-                    continue
-                if tensor.layout is not torch.strided or (slot.is_param and type(tensor) is not nn.Parameter):
-                    kind = type(tensor).__name__
-                    raise TypeError(f"init: '{slot.name}': expected a dense nn.Parameter or buffer, got {kind}")
-                slot.places.append((module, kind, attr))
-                tensors[attr] = self.tensors.setdefault(slot, slot.make_tensor(slot.empty(META)))
-                found.append(slot)
-        return found
-
-    def _put(self, slot: _Slot, tensor: Tensor) -> None:
-        self.tensors[slot] = tensor
-        for module, kind, attr in slot.places:
-            vars(module)[kind][attr] = tensor
-
-    def fill(self, wanted: Mapping[_Slot, Tensor], *, only_modules: bool = False) -> None:
-        """Write the values of these slots into these tensors, and meanwhile hold the others of their scopes or modules."""
-        scopes, modules = {slot.scope for slot in wanted}, {place[0] for slot in wanted for place in slot.places}
-        slots = [slot for slot in self.tensors if slot.scope in scopes]
-        if only_modules:
-            slots = [slot for slot in slots if not modules.isdisjoint(place[0] for place in slot.places)]
+    def fill(self, wanted: Mapping[_Slot, Tensor]) -> None:
+        """Write the values of these slots into these tensors, and meanwhile hold the others of their scopes."""
+        scopes = {slot.scope for slot in wanted}
         with _torch.below_transforms():
-            values = {slot: wanted[slot] if slot in wanted else slot.empty(self._device) for slot in slots}
+            values = {x: wanted[x] if x in wanted else x.empty(self._device) for x in self.slots if x.scope in scopes}
             for value in (value for slot, value in values.items() if slot.has_nan):
                 value.fill_(torch.nan)  # which shows what is never written
             runs = [one for one in self._runs if not values.keys().isdisjoint(one.inside)]
-            before, written = {slot: self.tensors[slot] for slot in slots}, set[_Slot]()
+            written = set[_Slot]()
             try:
                 with restore_modules({one.path: one.module for one in runs}, calling_thread()):
                     for module, kind in itertools.product((one.module for one in runs), _KINDS):
                         vars(module)[kind] = dict(vars(module)[kind])
                     for slot, value in values.items():
-                        self._put(slot, slot.make_tensor(value))
-                    storages = {_torch.storage_id(x): slot for slot, x in self.tensors.items()} | self._storages
+                        slot.put(value)
+                    storages = {_torch.storage_id(slot.now): slot for slot in self.slots} | self._storages
                     for one in runs:
                         written |= self._run(one, values, storages)
             finally:
-                for slot, tensor in before.items():
-                    self._put(slot, tensor)
+                for slot in values:
+                    slot.put(slot.empty())
             for slot, value in wanted.items():
-                _check_set(slot, value, is_written=slot in written, is_inside=any(slot in one.inside for one in runs))
+                _check_set(slot, value, is_written=slot in written)
 
     def _run(self, one: _Initialiser, values: Mapping[_Slot, Tensor], storages: Mapping[int, _Slot]) -> set[_Slot]:
         """Run an initialiser from a seed that follows from its path, and return the slots that it wrote to.
@@ -211,8 +206,8 @@ class _InitialValues:
         tied = ((slot, *place) for slot in one.inside for place in slot.places if place[0] is one.module is not slot.owner)
         others = [(slot, vars(module)[kind], attr) for slot, module, kind, attr in tied]  # that another module initialises
         for slot, tensors, attr in others:
-            tensors[attr] = slot.make_tensor(slot.empty(META))
-        versions = {slot: _torch.version(self.tensors[slot]) for slot in one.inside}
+            tensors[attr] = _make_tensor(slot.empty(), slot.tensor)
+        versions = {slot: _torch.version(slot.now) for slot in one.inside}
         number = int.from_bytes(hashlib.sha256(f"{self._seed} {one.path}".encode()).digest()[:7], "big")
         torch.default_generator.manual_seed(number)
         if _torch.is_accelerator(self._device):
@@ -222,35 +217,37 @@ class _InitialValues:
             with touched:
                 one.run()
             for slot, tensors, attr in others:
-                tensors[attr] = self.tensors[slot]
-            replaced = {slot for slot in one.inside if self._collect(slot, values)}
-            written = replaced | {slot for slot, version in versions.items() if _torch.version(self.tensors[slot]) != version}
+                tensors[attr] = slot.now
+            replaced = {slot for slot in one.inside if slot.take_back(values.get(slot, slot.now.detach()))}
+            written = replaced | {slot for slot, version in versions.items() if _torch.version(slot.now) != version}
         except Exception as error:
             is_around = not values.keys() >= {*one.inside}
             hint = "; parameters of other units are on the meta device then: " + _REMEDY if is_around else ""
             raise RuntimeError(f"init: {one} failed: {type(error).__name__}: {error}{hint}") from error
         reach = touched.slots | written  # a function of C++ or of TorchScript is not seen, but what it writes
         if not values.keys().isdisjoint(reach) and not values.keys() >= reach:
-            names = sorted(slot.name for slot in reach)
-            text = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise ValueError(f"init: {one} touches {text}, in other units than one: {_REMEDY}")
+            names = dict.fromkeys(sorted(slot.name for slot in reach))
+            raise ValueError(f"init: {one} touches {abridge(names, 3)}, in other units than one: {_REMEDY}")
         return written
 
-    def _collect(self, slot: _Slot, values: Mapping[_Slot, Tensor]) -> bool:
-        """Return whether a module has another tensor than before, or one with other memory (``.data``); copy its values."""
-        tensor, value = self.tensors[slot], values.get(slot)
-        now = next((x for module, kind, attr in slot.places if (x := vars(module)[kind].get(attr)) is not tensor), tensor)
-        if now is tensor and (value is None or _memory(tensor) == _memory(value)):
-            return False
-        if value is None:
-            self._put(slot, tensor)
-            return True
-        if not isinstance(now, Tensor) or (now.shape, now.dtype) != (value.shape, value.dtype):
-            got = f"{list(now.shape)} {now.dtype}" if isinstance(now, Tensor) else type(now).__name__
-            raise ValueError(f"expected {list(value.shape)} {value.dtype} in the place of '{slot.name}', got {got}")
-        value.copy_(now.detach().clone())
-        self._put(slot, slot.make_tensor(value))
-        return True
+
+def _take_tensors(path: str, module: nn.Module, scope: tuple[str, ...], by_tensor: dict[int, _Slot]) -> list[_Slot]:
+    """Give a module tensors of our own in the place of its own ones, and return the slots of those without values."""
+    check_not_compiled(path, module)
+    found: list[_Slot] = []
+    for kind in _KINDS:
+        tensors = vars(module)[kind] = dict(vars(module)[kind])
+        for attr, tensor in [(attr, tensor) for attr, tensor in tensors.items() if tensor is not None]:
+            if not tensor.is_meta:
+                tensors[attr] = _make_tensor(copy_buffer(tensor.detach(), tensor.dtype), tensor)
+                continue
+            name, is_param = join_path(path, attr), kind == "_parameters"
+            if tensor.layout is not torch.strided or (is_param and type(tensor) is not nn.Parameter):
+                raise TypeError(f"init: '{name}': expected a dense nn.Parameter or buffer, got {type(tensor).__name__}")
+            found.append(slot := by_tensor.setdefault(id(tensor), _Slot(name, tensor, is_param, scope)))
+            slot.places.append((module, kind, attr))
+            slot.put(slot.empty())
+    return found
 
 
 _REMEDY = (
@@ -259,29 +256,17 @@ _REMEDY = (
 )
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return _torch.storage_id(tensor), tensor.storage_offset(), tensor.stride()
-
-
-def _check_set(slot: _Slot, value: Tensor, *, is_written: bool, is_inside: bool) -> None:
+def _check_set(slot: _Slot, value: Tensor, *, is_written: bool) -> None:
     """Raise ValueError if a slot was left without values."""
     if not value.numel() or _torch.is_fake(value):
         return
     pieces = value.reshape(-1).split(1 << 24)  # a mask of all of it would be memory
     if any(piece.isnan().any() for piece in pieces) if slot.has_nan else not is_written:
-        module = f"module '{slot.name.rpartition('.')[0]}' ({type(slot.places[0][0]).__name__})"
-        is_computed = isinstance(slot.places[0][0], ParametrizationList)
-        if not is_inside and not is_computed:
-            raise ValueError(
-                f"init: {slot}: {module} has no reset_parameters, and that of no module around it gives it values: expected "
-                "one, or init_fn=, a function that is called with every module and initialises it"
-            )
-        hint = "an init_fn is all that initialises a module, and may call its reset_parameters"
-        if is_computed:
-            hint = "an init_fn can assign the weight that is computed from it: recipes.md, 'A model that does not fit'"
         raise ValueError(
-            f"init: {slot} of {module} was left without values, or has some that are NaN: expected its initialiser to write "
-            f"all of it; {hint}"
+            f"init: {slot} of module '{slot.name.rpartition('.')[0]}' ({type(slot.places[0][0]).__name__}) was left without "
+            "values, or has some that are NaN: expected its reset_parameters or that of a module around it to write all of it, "
+            "or init_fn=, which is then all that initialises modules, and may call these; it has to assign a weight that has a "
+            "parametrization: recipes.md, 'A model that does not fit'"
         )
 
 
@@ -360,21 +345,18 @@ def _init_units(
     values: _InitialValues, spec: PartitionSpec, rank: int | None, device: torch.device, *, compared: bool
 ) -> tuple[Params, Tensor | None]:
     """Return each unit's slice, and the fingerprints of its parameters if ``compared``."""
-    slots = {spec.by_name[slot.name][1].name: slot for slot in values.tensors if slot.name in spec.by_name}
+    slots = {spec.by_name[slot.name][1].name: slot for slot in values.slots if slot.name in spec.by_name}
     digests: list[Tensor] = []
     mesh = spec.bound_mesh
-    numels = {unit.key: spec.padded_numel(unit) for unit in spec if not unit.local_axes}
-    shared = {key for key in numels if spec.by_key[key].p.axes and not mesh.is_simulated}
-    longest = max((numels[key] * spec.by_key[key].dtype.itemsize for key in shared), default=0)
+    sizes = {unit.key: spec.padded_numel(unit) * unit.dtype.itemsize for unit in spec}
+    split = {unit.key for unit in spec if unit.p.axes and not mesh.is_simulated}
     with _torch.below_transforms():  # one buffer for all split units: between slices of many buffers, malloc keeps memory
-        workspace = torch.empty(longest, dtype=torch.uint8, device=device)
+        workspace = torch.empty(max(map(sizes.__getitem__, split), default=0), dtype=torch.uint8, device=device)
 
     def init_slice(unit: Unit) -> Tensor:
+        size = sizes[unit.key]
         with _torch.below_transforms():
-            if unit.key in shared:
-                buffer = workspace[: numels[unit.key] * unit.dtype.itemsize].zero_().view(unit.dtype)
-            else:
-                buffer = torch.zeros(numels.get(unit.key, 0), dtype=unit.dtype, device=device)
+            buffer = (workspace if unit.key in split else workspace.new_empty(size))[:size].zero_().view(unit.dtype)
             shapes = [global_shape(param, dict(mesh.sizes)) for param in unit.params] if unit.local_axes else []
             full = [buffer.new_zeros(shape) for shape in shapes] or unflatten_unit(buffer, unit)
         by_name = {param.name: x for param, x in zip(unit.params, full, strict=True)}
@@ -399,7 +381,8 @@ def init_buffers(
     """Return the buffers of a model on the meta device, by name, as functional_call takes them in ``buffers=``.
 
     Initialisers make those without values, as `init` makes parameters: ``reset_parameters`` makes BatchNorm's statistics,
-    ``init_fn=model._init_weights`` the rotary frequencies of transformers. The others are copied. Nothing is sent.
+    ``init_fn=model._init_weights`` the rotary frequencies of transformers. The others are copied. Nothing is sent. At once it
+    holds the buffers and one unit.
 
     Args:
         model: A model on the meta device. Buffers that its state_dict leaves out are also made.
@@ -422,13 +405,9 @@ def init_buffers(
     spec = bind_spec(spec)
     where, number = _resolve(spec, device, seed, init_fn)
     with _open_values(model, spec, init_fn, number, where) as values:
-        wanted = {slot: slot.empty(where) for slot in values.tensors if not slot.is_param}
+        wanted = {slot: slot.empty(where) for slot in values.slots if not slot.is_param}
         for scope in dict.fromkeys(slot.scope for slot in wanted):
-            some = {slot: x for slot, x in wanted.items() if slot.scope == scope}
-            try:
-                values.fill(some, only_modules=True)
-            except (ValueError, RuntimeError):  # that of a module around them is for parameters, too
-                values.fill(some)
+            values.fill({slot: x for slot, x in wanted.items() if slot.scope == scope})
     made = {id(slot.tensor): x for slot, x in wanted.items()}
     named = {join_path(path, attr): x for path, module in model.named_modules() for attr, x in module._buffers.items()}
     for tensor in (x for x in named.values() if x is not None and not x.is_meta):
