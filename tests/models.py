@@ -248,3 +248,9 @@ def assert_mean_gradients(made: Architecture, rank: int, policies: Mapping[str, 
             for key in expected:
                 torch.testing.assert_close(got[key], expected[key], **EXACT, msg=lambda m, w=f"{where} {key}": f"{w}: {m}")
     torch.manual_seed(0)  # alike on all ranks again
+
+
+def function(forward: Callable[..., Any], base: Any = torch.autograd.Function, **methods: Callable[..., Any]) -> Any:
+    """A class of Functions; without ``setup_context`` nothing is kept."""
+    methods = {"forward": forward, "setup_context": lambda ctx, inputs, output: None, **methods}
+    return type("Made", (base,), {name: staticmethod(method) for name, method in methods.items()})

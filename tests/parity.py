@@ -237,3 +237,22 @@ def check_parity(
             full = {name: p.detach() for name, p in reference.named_parameters()}
             same(fs.combine(trainable, frozen), fs.shard(full, spec, rank=rank), f"parameters after step {step}")
     return fs.unshard(fs.combine(trainable, frozen), spec)
+
+
+def square_sum(y: Tensor) -> Tensor:
+    return y.square().sum()
+
+
+def loss_of(
+    model: nn.Module, spec: fs.PartitionSpec, *args: Any, of: Callable[[Any], Tensor] = square_sum, **options: Any
+) -> Callable[[fs.Params], Tensor]:
+    """The loss of parameters: what ``of`` makes of the model's result for these arguments."""
+    return lambda params: of(fs.functional_call(model, params, args, spec=spec, **options))
+
+
+def gradient_of(
+    policy: fs.Policy, model: nn.Module, *args: Any, way: Callable[..., Any] = fs.grad, mesh: Any = None, **options: Any
+) -> Any:
+    """The gradient of `loss_of` by the model's own shards."""
+    spec, params = shards_of(policy, model, mesh)
+    return way(loss_of(model, spec, *args, **options))(params)

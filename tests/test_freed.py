@@ -23,7 +23,7 @@ import soak
 import torch
 import torch.distributed as dist
 from depth import at_most, depth, each, mark_seldom, seldom, some
-from parity import WAYS, average_gradients, numbers, same
+from parity import WAYS, average_gradients, loss_of, numbers, same, shards_of
 from peer_models import MLP, Net
 from ranks import Pool, launch, real_ranks
 from torch import Tensor, nn
@@ -58,16 +58,24 @@ def specs(model: nn.Module) -> Iterator[fs.PartitionSpec]:
 def agrees(rank: int, run: Callable[[Any, Tensor], Any], loss: Callable[[Any, Tensor], Tensor], *ways: str) -> None:
     """The loss of what forward returns, and its gradients, are those of the model itself, averaged by hand."""
     model, x = Hooked(run), numbers(rank, 0)
-    reference = copy.deepcopy(model)
-    expected = loss(reference(x), x)
-    expected.backward()
-    mean = average_gradients(reference)
+    expected, mean = loss(copy.deepcopy(model)(x), x).detach(), averaged(model, lambda model: loss(model(x), x))
     for spec, way, prefetch in some(product(specs(model), ways or WAYS, AHEAD)):
         f = lambda p: loss(fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch), x)  # noqa: E731
         grads, value = WAYS[way](f)(fs.shard(model, spec))
         what = f"{spec.units[1].p} {way} prefetch={prefetch}"
-        assert_close(value, expected.detach(), msg=lambda m: f"{what}: {m}")
+        assert_close(value, expected, msg=lambda m: f"{what}: {m}")
         same(grads, fs.shard(mean, spec), what)
+
+
+def mean_square(y: Tensor, x: Any = None) -> Tensor:
+    return y.pow(2).mean()
+
+
+def averaged(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> fs.Params:
+    """The gradients of the model itself, averaged by hand."""
+    reference = copy.deepcopy(model)
+    loss(reference).backward()
+    return average_gradients(reference)
 
 
 # --- in what forward gives back, or keeps ---
@@ -76,20 +84,9 @@ def with_parameters(model: Net, x: Tensor) -> dict[str, Tensor]:
     return {"y": Net.forward(model, x), "weight": first, "bias": model.first.bias, "view": second[1:, ::2].t()}
 
 
-def outputs_parameters(rank: int) -> None:
-    def loss(out: dict[str, Tensor], x: Tensor) -> Tensor:
-        return out["y"].pow(2).mean() + (out["weight"] ** 3).sum() * out["bias"].sum() + out["view"].exp().sum()
-
-    agrees(rank, with_parameters, loss)
-
-
 def with_closure(model: Net, x: Tensor) -> Callable[[Tensor], Tensor]:
     y, weight, bias = Net.forward(model, x), model.blocks[0].in_proj.weight, model.blocks[3].out_proj.bias
     return lambda x: y * bias + (x @ weight.t()).tanh() @ weight
-
-
-def closure(rank: int) -> None:
-    agrees(rank, with_closure, lambda after, x: after(x).pow(2).mean())
 
 
 def with_stash(model: Net, x: Tensor) -> Tensor:
@@ -103,10 +100,10 @@ def with_stash(model: Net, x: Tensor) -> Tensor:
 
 
 def stash(rank: int) -> None:
-    agrees(rank, with_stash, lambda y, x: y.pow(2).mean())
+    agrees(rank, with_stash, mean_square)
     model = Hooked(with_stash)
-    spec = fs.by_type(MLP)(model).bound
-    fs.functional_call(model, fs.shard(model, spec), (numbers(rank, 0),), spec=spec)
+    spec, params = shards_of(fs.by_type(MLP), model)
+    fs.functional_call(model, params, (numbers(rank, 0),), spec=spec)
     assert not hasattr(model, "stashed")
 
 
@@ -115,10 +112,6 @@ def again_later(model: Net, x: Tensor) -> Tensor:
     for block in (model.blocks[2], model.blocks[0]):  # their units were left long ago
         y = y + torch.tanh(y @ block.in_proj.weight.t()) @ block.out_proj.weight.t()
     return y + model.blocks[1](y)
-
-
-def used_again(rank: int) -> None:
-    agrees(rank, again_later, lambda y, x: y.pow(2).mean())
 
 
 # --- held outside ---
@@ -188,33 +181,28 @@ def gradients_are_the_callers(rank: int) -> None:
 
     for block in model.blocks:
         block.in_proj.register_forward_hook(hook)
-    for spec in specs(model):
-        params = fs.shard(model, spec)
-        for prefetch in AHEAD:
-            f = lambda p, s: s * fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch).pow(2).mean()  # noqa: E731
-            first = fs.grad(f)(params, 1.0)
-            copies = {key: grad.clone() for key, grad in first.items()}
-            fs.grad(f)(params, -3.0)
-            assert all(torch.equal(first[key], copies[key]) for key in first)
-            assert len(seen) == 2 * 2 * BLOCKS
-            assert all(torch.equal(grad, copied) for grad, copied in seen)
-            seen.clear()
+    for spec, prefetch in product(specs(model), AHEAD):
+        params, f = fs.shard(model, spec), loss_of(model, spec, x, of=mean_square, prefetch=prefetch)
+        first = fs.grad(f)(params)
+        copies = {key: grad.clone() for key, grad in first.items()}
+        fs.grad(lambda p: -3.0 * f(p))(params)
+        assert all(torch.equal(first[key], copies[key]) for key in first)
+        assert len(seen) == 2 * 2 * BLOCKS
+        assert all(torch.equal(grad, copied) for grad, copied in seen)
+        seen.clear()
 
 
 def retained(rank: int) -> None:
     model, x = Net(BLOCKS), numbers(rank, 0)
-    reference = copy.deepcopy(model)
-    reference(x).pow(2).mean().backward()
-    mean = average_gradients(reference)
-    for spec in specs(model):
-        for prefetch in AHEAD:
-            params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
-            loss = fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch).pow(2).mean()
-            for last in (False, False, True):
-                got = torch.autograd.grad(loss, list(params.values()), retain_graph=not last)
-                same(dict(zip(params, got, strict=True)), fs.shard(mean, spec, rank=rank), f"{prefetch}")
-            with pytest.raises(RuntimeError, match="a second time"):
-                torch.autograd.grad(loss, list(params.values()))
+    mean = averaged(model, lambda model: mean_square(model(x)))
+    for spec, prefetch in product(specs(model), AHEAD):
+        params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
+        loss = loss_of(model, spec, x, of=mean_square, prefetch=prefetch)(params)
+        for last in (False, False, True):
+            got = torch.autograd.grad(loss, list(params.values()), retain_graph=not last)
+            same(dict(zip(params, got, strict=True)), fs.shard(mean, spec, rank=rank), f"{prefetch}")
+        with pytest.raises(RuntimeError, match="a second time"):
+            torch.autograd.grad(loss, list(params.values()))
 
 
 def input_gradient_in_the_loss(rank: int) -> None:
@@ -227,44 +215,34 @@ def input_gradient_in_the_loss(rank: int) -> None:
         (slope,) = torch.autograd.grad(y.sum(), [x], create_graph=True)
         return y.pow(2).mean() + (slope**2).mean() + (plain * slope).sum()
 
-    reference = copy.deepcopy(model)
-    loss(reference).backward()
-    mean = average_gradients(reference)
+    mean = averaged(model, loss)
     for spec, way, prefetch in some(product(specs(model), PLAIN, AHEAD)):
         f = lambda p: loss(lambda x: fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch))  # noqa: E731
         same(WAYS[way](f)(fs.shard(model, spec))[0], fs.shard(mean, spec), f"{way} prefetch={prefetch}")
 
 
 # --- what does not end as it should ---
-class Fails(Net):
-    def __init__(self) -> None:
-        super().__init__(BLOCKS)
-        self.at = -1
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for i, block in enumerate(self.blocks):
-            x = block(x)
-            if i == self.at:
-                raise KeyError(i)
-        return self.head(x)
+def fails(model: Any, x: Tensor) -> Tensor:
+    x = model.first(x)
+    for i, block in enumerate(model.blocks):
+        x = block(x)
+        if i == model.at:
+            raise KeyError(i)
+    return model.head(x)
 
 
 def failing(rank: int) -> None:
-    model, x = Fails(), numbers(rank, 0)
-    expected = model(x).detach()
-    reference = copy.deepcopy(model)
-    reference(x).pow(2).mean().backward()
-    mean = average_gradients(reference)
+    model, x = Hooked(fails), numbers(rank, 0)
+    model.at = -1
+    expected, mean = model(x).detach(), averaged(model, lambda model: mean_square(model(x)))
     for spec, prefetch, at in some(product(specs(model), AHEAD, range(BLOCKS))):
-        params = fs.shard(model, spec)
-        f = lambda p: fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch)  # noqa: E731
+        params, f = fs.shard(model, spec), fs.grad(loss_of(model, spec, x, of=mean_square, prefetch=prefetch))
         model.at = at
         with pytest.raises(KeyError) as kept:  # the traceback holds every frame, with what it had gathered
-            fs.grad(lambda p: f(p).pow(2).mean())(params)
+            f(params)
         model.at = -1
-        assert torch.allclose(f(params), expected)
-        same(fs.grad(lambda p: f(p).pow(2).mean())(params), fs.shard(mean, spec, rank=rank), f"{at}")
+        assert torch.allclose(fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch), expected)
+        same(f(params), fs.shard(mean, spec, rank=rank), f"{at}")
         assert kept.value.args == (at,)
 
 
@@ -281,12 +259,15 @@ def generator(rank: int) -> None:
             fs.functional_call(model, fs.shard(model, spec), (x,), spec=spec)
 
 
+def outputs_and_parameters(out: dict[str, Tensor], x: Tensor) -> Tensor:
+    return mean_square(out["y"]) + (out["weight"] ** 3).sum() * out["bias"].sum() + out["view"].exp().sum()
+
+
 CASES: dict[str, Callable[[int], None]] = {
-    case.__name__: case
-    for case in (
-        *(outputs_parameters, closure, stash, used_again),
-        *(gradients_are_the_callers, retained, input_gradient_in_the_loss, failing, generator),
-    )
+    "outputs": lambda rank: agrees(rank, with_parameters, outputs_and_parameters),
+    "closure": lambda rank: agrees(rank, with_closure, lambda after, x: mean_square(after(x))),
+    "used again": lambda rank: agrees(rank, again_later, mean_square),
+    **{f.__name__: f for f in (stash, gradients_are_the_callers, retained, input_gradient_in_the_loss, failing, generator)},
 }
 
 
@@ -348,14 +329,13 @@ def test_what_is_held_stays_what_it_was(rank: int, how: str) -> None:
 def test_custom_functions_keep_their_weights(rank: int, by_attribute: bool) -> None:
     """By save_for_backward, where a note stands for the weight, and as an attribute, where the buffer itself is held."""
     Product.by_attribute = by_attribute
-    agrees(rank, by_product, lambda y, x: y.pow(2).mean())
+    agrees(rank, by_product, mean_square)
     Product.seen.clear()
     model, x = Hooked(by_product), numbers(rank, 0)
     expected = [w.detach() for block in reversed(model.blocks) for w in (block.out_proj.weight, block.in_proj.weight)]
     for spec, prefetch in some(product(specs(model), AHEAD), 1):
-        f = lambda p: fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch).pow(2).mean()  # noqa: E731
         for _ in range(2):
-            fs.grad(f)(fs.shard(model, spec))
+            fs.grad(loss_of(model, spec, x, of=mean_square, prefetch=prefetch))(fs.shard(model, spec))
         assert len(Product.seen) == 2 * len(expected)
         for got, weight in zip(Product.seen, expected * 2, strict=True):
             assert torch.equal(got, weight), prefetch  # also after all that was gathered and reduced since
@@ -435,23 +415,23 @@ def after_an_error(rank: int, p: P, where: str, error: type[BaseException]) -> l
     """What Python could only print, of a step that fails in the middle and one after it that is right."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(6))).double()
-    spec = fs.by_type(Layer, p=p)(model).bound
-    x = torch.randn(3, 4, dtype=torch.float64)
-    leaves = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
+    spec, params = shards_of(fs.by_type(Layer, p=p), model)
+    x, leaves = torch.randn(3, 4, dtype=torch.float64), {key: shard.requires_grad_() for key, shard in params.items()}
+    loss = loss_of(model, spec, x, of=mean_square, prefetch=2, in_flight=2)
     ignored: list[object] = []
     sys.unraisablehook = ignored.append
     try:
         model[3].error = {where: error}
         with pytest.raises(error, match="the cause") as raised:
-            (fs.functional_call(model, leaves, x, spec=spec, prefetch=2, in_flight=2) ** 2).mean().backward()
+            loss(leaves).backward()
         assert raised.value.__context__ is None
         del raised
         gc.collect()
         model[3].error = {}
-        (fs.functional_call(model, leaves, x, spec=spec, prefetch=2, in_flight=2) ** 2).mean().backward()
+        loss(leaves).backward()
     finally:
         sys.unraisablehook = sys.__unraisablehook__
-    (model(x) ** 2).mean().backward()
+    mean_square(model(x)).backward()
     full = {name: param.grad for name, param in model.named_parameters()}
     assert_close({key: leaf.grad for key, leaf in leaves.items()}, dict(fs.shard(full, spec)), rtol=1e-9, atol=1e-9)
     return [str(item) for item in ignored]

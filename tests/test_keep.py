@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import Collectives, Sent, world
 from depth import at_most, each, every, mark_seldom, seldom
-from parity import GRADIENTS, HIGHER, shards_of, strategies
+from models import module_class, refused
+from parity import GRADIENTS, HIGHER, gradient_of, loss_of, shards_of, strategies
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 
@@ -42,13 +44,11 @@ class Norm(nn.Module):
         return (F.layer_norm(x.to(self.weight.dtype), x.shape[-1:]) * self.weight).to(x.dtype)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 5) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(width, 2 * width), Norm(2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.norm(self.up(x))))
+Block = module_class(
+    "Block",
+    lambda width=5: {"up": nn.Linear(width, 2 * width), "norm": Norm(2 * width), "down": nn.Linear(2 * width, width)},
+    lambda self, x: x + self.down(torch.tanh(self.norm(self.up(x)))),
+)
 
 
 class Model(nn.Module):
@@ -141,7 +141,7 @@ def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype
         assert tensor.abs().sum() > 0, name
-        torch.testing.assert_close(got[name], tensor, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(got[name], tensor, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def compare_on_ranks(rank: int, strategy: str, transform: str, kind: str) -> None:
@@ -182,8 +182,6 @@ def test_four_ranks(rank: int, kind: str, transform: str) -> None:
 
 
 # --- bit for bit, in two bytes and four ---
-
-
 @pytest.mark.parametrize("reshard", [True, False])
 @real_ranks(2)
 def test_bit_for_bit(rank: int, reshard: bool) -> None:
@@ -197,15 +195,12 @@ def test_bit_for_bit(rank: int, reshard: bool) -> None:
         assert torch.equal(grad, expected[name]), name
 
 
-class Reads(nn.Module):
-    """Returns its own parameters."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(torch.randn(n) for n in sizes)
-
-    def forward(self) -> list[Tensor]:
-        return [p.clone() for p in self.params]
+Reads = module_class(
+    "Reads",
+    lambda sizes: {"params": nn.ParameterList(torch.randn(n) for n in sizes)},
+    lambda self: [p.clone() for p in self.params],
+)
+"""Returns its own parameters."""
 
 
 @real_ranks(2)
@@ -231,8 +226,6 @@ def test_all_values_arrive(rank: int) -> None:
 
 
 # --- simulated ranks ---
-
-
 @pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("transform", mark_seldom(["torch.func.grad", "hvp", "penalty"], "torch.func.grad", "penalty"))
 def test_simulated_ranks(sizes: dict[str, int], transform: str) -> None:
@@ -252,8 +245,6 @@ def test_simulated_ranks(sizes: dict[str, int], transform: str) -> None:
 
 
 # --- what a step has beside its gradient ---
-
-
 USUAL = ["accumulate shards", "accumulate full", "frozen", "create_graph", "vmap"]
 OPTIONS = [*USUAL, "update_in_backward", "per_sample_grads", "torch.compile"]
 
@@ -306,8 +297,6 @@ def test_options_of_a_step(rank: int, name: str) -> None:
 
 
 # --- what is sent, and planned ---
-
-
 def make_llama_like() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(Block(40) for _ in range(3)))
@@ -324,13 +313,12 @@ def test_one_gather_and_one_reduction_of_a_unit(size: int, axes: tuple[str, ...]
         mesh, p = mesh_of(size) if len(axes) == 1 else mesh_of(2, size), P("shard", precision=precision)
         (spec, params), sent = shards_of(fs.by_type(Block, p=p), net, mesh), Collectives()
 
-        def loss(params: fs.Params) -> Tensor:
-            out = fs.functional_call(net, params, (torch.ones(2, 40),), spec=spec)
+        def turn(out: Tensor) -> Tensor:
             sent.turn()
             return out.float().sum()
 
         with sent:
-            fs.grad(loss)(params)
+            fs.grad(loss_of(net, spec, torch.ones(2, 40), of=turn))(params)
         planned = {(one.axis, one.op): (one.count, one.input_bytes) for one in fs.plan(spec).traffic}
     if size == 1:
         assert [one.op for one in sent.all] == (["all_reduce"] * bool(len(axes) == 2))
@@ -358,13 +346,9 @@ def slice_bytes(unit: fs.Unit, length: int, slices: int) -> list[int]:
     return [sum(sizes[i * length : (i + 1) * length]) for i in range(slices)]
 
 
-class Choice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor, i: int) -> Tensor:
-        return self.blocks[i](x)
+Choice = module_class(
+    "Choice", lambda: {"blocks": nn.ModuleList(Block() for _ in range(2))}, lambda self, x, i: self.blocks[i](x)
+)
 
 
 @real_ranks(2)
@@ -375,16 +359,12 @@ def test_ranks_that_run_other_units(rank: int) -> None:
     mesh = dist.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
     model = Choice()
     precision = Precision(param=BF16, reduce=F32, keep={"*norm.weight": F32})
-    spec = fs.by_type(Block, p=P("shard", precision=precision))(model).on(mesh)
-    loss = lambda p: fs.functional_call(model, p, (torch.ones(1, 5), rank), spec=spec).float().sum()  # noqa: E731
     with pytest.raises(RuntimeError) as error:
-        fs.grad(loss)(fs.shard(model, spec))
+        gradient_of(fs.by_type(Block, p=P("shard", precision=precision)), model, torch.ones(1, 5), rank, mesh=mesh)
     assert all(f"'blocks.{i}'" in str(error.value) for i in range(2))
 
 
 # --- what is wrong ---
-
-
 def test_values() -> None:
     keep = {"*norm*": F32}
     precision = Precision(param=BF16, keep=keep)
@@ -428,18 +408,13 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def test_what_keep_may_not_be(what: str) -> None:
     """Globs that match nothing, whatever they match in units of another precision, or disagree, among it."""
     call, error, words = WRONG[what]
-    with pytest.raises(error, match=words):
-        call()
+    refused(error, words, call)
 
 
-class Writes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(3, 3), Norm(3)
-
+class Writes(Norm):
     def forward(self, x: Tensor) -> Tensor:
-        self.norm.weight.data.clamp_(-0.1, 0.1)
-        return self.norm(self.up(x))
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
 
 
 class WideNorm(Norm):
@@ -468,7 +443,7 @@ def test_a_missing_cast_is_named(norm: bool) -> None:
 
 
 def test_a_write_into_the_bytes_is_seen() -> None:
-    model = Writes()
+    model = nn.Sequential(OrderedDict(up=nn.Linear(3, 3), norm=Writes(3)))
     precision = Precision(param=BF16, keep={"norm.weight": F32})
     spec = fs.policies.whole(P("shard", precision=precision))(model).on({"shard": 1})
     with fs.check(), pytest.raises(RuntimeError, match=r"parameter 'norm\.weight' of unit '' was changed in place in forward"):
@@ -479,17 +454,14 @@ def test_parameters_between_two_elements() -> None:
     """With ``align=1`` parameters lie end to end, and one of four bytes may begin after three of two: the spec is refused."""
     model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False))
     p = P("shard", align=1, precision=Precision(param=BF16, cast_inputs=False, keep={"1.*": F32}))
-    with pytest.raises(
-        ValueError, match=r"unit '': parameter '1\.weight' of torch\.float32 would begin at byte 6.* expected P\(align=4\)"
-    ):
-        fs.policies.whole(p)(model)
+    words = r"unit '': parameter '1\.weight' of torch\.float32 would begin at byte 6.* expected P\(align=4\)"
+    refused(ValueError, words, lambda: fs.policies.whole(p)(model))
     fs.policies.whole(dataclasses.replace(p, align=4))(model)
     fs.policies.whole(p)(nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False)))  # which lie on even ones
     # the spec speaks of the model's dtype; shards of another one are refused by the call
     spec = fs.policies.whole(P("shard", align=1, precision=Precision(cast_inputs=False, keep={"1.*": F32})))(model)
     shards = {key: shard.to(BF16) for key, shard in fs.shard(model, spec).items()}
-    with pytest.raises(ValueError, match=r"'1\.weight' of torch\.float32 would begin at byte 6.*expected P\(align=4\)"):
-        fs.functional_call(model, shards, (torch.ones(1, 3, dtype=BF16),), spec=spec)
+    refused(ValueError, words[10:], lambda: fs.functional_call(model, shards, (torch.ones(1, 3, dtype=BF16),), spec=spec))
 
 
 def test_a_unit_that_is_kept_as_a_whole_has_one_dtype() -> None:
@@ -502,9 +474,6 @@ def test_a_unit_that_is_kept_as_a_whole_has_one_dtype() -> None:
 
 
 # --- local units: pieces along an axis in several dtypes, beside the whole model with the same casts ---
-
-
-F32, F64 = torch.float32, torch.float64
 WIDTH, HIDDEN, TOKENS = 5, 12, 12
 
 
@@ -597,29 +566,15 @@ class Pieces:
         def loss(full: Mapping[str, Tensor], x: Tensor) -> Tensor:
             low = {name for name in full if name.startswith("layers") and name.split(".", 2)[2] not in self.kept}
             cast = {name: p.to(F32) if name in low else p for name, p in full.items()}
-            return objective(torch.func.functional_call(self.whole, cast, (x.to(F32),)))
+            return torch.func.functional_call(self.whole, cast, (x.to(F32),)).sin().square().sum()
 
         found = [TRANSFORMS[transform][1](lambda p, x=x: loss(p, x))(self.full) for x in self.xs]
         return {name: torch.stack([tree[name] for tree in found]).mean(0) for name in self.full}
 
     def run(self, mesh: Any, x: Tensor, transform: str) -> fs.Params:
         spec = self.spec.on(mesh)
-
-        def loss(params: Mapping[str, Tensor]) -> Tensor:
-            return objective(fs.functional_call(self.model, params, (x.to(F32), spec.axis(self.axis)), spec=spec))
-
+        loss = loss_of(self.model, spec, x.to(F32), spec.axis(self.axis), of=lambda y: y.sin().square().sum())
         return fs.unshard(TRANSFORMS[transform][0](loss)(fs.shard(self.full, spec)), spec)
-
-
-def objective(y: Tensor) -> Tensor:
-    return y.sin().square().sum()
-
-
-def compare(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert tensor.abs().sum() > 0, name
-        torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 MESHES = {
@@ -636,4 +591,4 @@ ON_MESHES = [(name, sizes) for name, some in MESHES.items() for sizes in some]
 @real_ranks(4)
 def test_local_units(rank: int, name: str, sizes: dict[str, int], strategy: str, transform: str) -> None:
     case = Pieces(name, sizes, strategy)
-    compare(case.run(mesh_of(**sizes), case.xs[rank], transform), case.expected(transform))
+    assert_close(case.run(mesh_of(**sizes), case.xs[rank], transform), case.expected(transform))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any
 from unittest import mock
@@ -12,7 +13,8 @@ import torch
 from collective_log import Sent, step, world
 from depth import at_most, each, every, mark_seldom
 from hosted import elsewhere
-from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, shards_of, tokens
+from models import refused
+from parity import MAIN_WAYS, WAYS, check_parity, loss_of, next_token, numbers, shards_of, tokens
 from peer_models import MLP, Block, Net, Transformer, chain
 from ranks import Pool, mesh_of, real_ranks
 from test_memory import no_collector
@@ -35,21 +37,15 @@ def test_the_axes_that_it_names() -> None:
     assert str(P(BOTH, reshard="shard")) == "P(('replicate', 'shard'), reshard='shard')"
     assert P(BOTH, reshard="shard").reshard_axes == ("shard",)
     assert P(BOTH).reshard_axes == P(BOTH, reshard=False).reshard_axes == ()
-    with pytest.raises(
-        ValueError, match=r"P: reshard: expected some of the axes \('shard',\), and not all, got 'shard'; resha"
-    ):
-        P("shard", reshard="shard")
-    with pytest.raises(ValueError, match=r"expected some of the axes \('replicate', 'shard'\), and not all, got 'inner'$"):
-        P(BOTH, reshard="inner")
-    with pytest.raises(ValueError, match=r"and not all, got \(\)$"):
-        P(BOTH, reshard=())
-    with pytest.raises(TypeError, match="P: reshard: expected True, False, or some of the axes"):
-        P(BOTH, reshard=2)  # pyright: ignore[reportArgumentType]
+    words = r"P: reshard: expected some of the axes \('shard',\), and not all, got 'shard'; resha"
+    refused(ValueError, words, lambda: P("shard", reshard="shard"))
+    words = r"expected some of the axes \('replicate', 'shard'\), and not all, got 'inner'$"
+    refused(ValueError, words, lambda: P(BOTH, reshard="inner"))
+    refused(ValueError, r"and not all, got \(\)$", lambda: P(BOTH, reshard=()))
+    refused(TypeError, "P: reshard: expected True, False, or some of the axes", lambda: P(BOTH, reshard=2))
 
 
 # --- what a step sends and holds ---
-
-
 def gathers(spec: fs.PartitionSpec, key: str, axes: tuple[str, ...], itemsize: int = 8) -> list[Sent]:
     """The gathers of a unit from slices over these axes, the innermost first."""
     sizes, sent = dict(spec.bound_mesh.sizes), []
@@ -62,18 +58,13 @@ def gathers(spec: fs.PartitionSpec, key: str, axes: tuple[str, ...], itemsize: i
     return sent
 
 
+TWO, THREE = {"replicate": 2, "shard": 4}, {"pod": 2, "node": 2, "gpu": 4}
+KEPT = [(TWO, ("shard",)), (TWO, ("replicate",)), (THREE, ("node", "gpu")), (THREE, ("pod", "gpu"))]
+
+
 @at_most(6)
 @every(way=MAIN_WAYS, remat=[False, True])
-@pytest.mark.parametrize(
-    ("sizes", "kept"),
-    [
-        ({"replicate": 2, "shard": 4}, ("shard",)),
-        ({"replicate": 2, "shard": 4}, ("replicate",)),
-        ({"pod": 2, "node": 2, "gpu": 4}, ("node", "gpu")),
-        ({"pod": 2, "node": 2, "gpu": 4}, ("pod", "gpu")),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("sizes", "kept"), KEPT, ids=str)
 def test_backward_gathers_over_these_axes_alone(sizes: dict[str, int], kept: tuple[str, ...], remat: bool, way: str) -> None:
     """Forward gathers over all axes; backward each unit that did not end the forward, over those of ``reshard``."""
     with world(torch.Size(sizes.values()).numel()):
@@ -129,11 +120,11 @@ def test_slices_live_from_forward_to_the_backward_of_their_unit(way: str) -> Non
         model = Net(blocks=6)
         spec, params = shards_of(fs.by_type(MLP, p=P(BOTH, reshard="shard")), model, mesh_of(2, 4))
 
-        def loss(params: fs.Params) -> torch.Tensor:
-            out = fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
+        def turn(out: torch.Tensor) -> torch.Tensor:
             sizes.extend(kept.numel() for ref in refs if (kept := ref()) is not None)
             return out.sum()
 
+        loss = loss_of(model, spec, numbers(0, 0), of=turn)
         with torch.no_grad():
             loss(params)
         assert not refs
@@ -143,7 +134,6 @@ def test_slices_live_from_forward_to_the_backward_of_their_unit(way: str) -> Non
 
 
 # --- the same results ---
-
 PS: dict[str, dict[str, Any]] = {
     "inner": {"reshard": "shard"},
     "outer": {"reshard": "replicate"},
@@ -171,13 +161,20 @@ def test_three_axes(rank: int, kept: tuple[str, ...]) -> None:
     check_parity(rank, model, fs.by_type(MLP, p=P(axes, reshard=kept))(model).on(mesh_of(pod=1, node=2, gpu=2)))
 
 
+TO_BF16 = fs.Precision(param=torch.bfloat16, output=torch.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "accumulate": {},
+    "codec": {"precision": fs.Precision(codec=fs.codecs.int8())},
+    "keep": {"precision": dataclasses.replace(TO_BF16, keep={"*.0.*": torch.float32}), "align": 1},
+    "nf4": {"at_rest": fs.codecs.nf4(), "precision": TO_BF16},
+    "bf16": {"precision": dataclasses.replace(TO_BF16, reduce=torch.float32)},
+    "update_in_backward": {},
+    "retained": {},
+}
+
+
 @at_most(1)
-@pytest.mark.parametrize(
-    "what",
-    mark_seldom(
-        ["bf16", "keep", "codec", "nf4", "accumulate", "update_in_backward", "retained"], "accumulate", "codec", "keep", "nf4"
-    ),
-)
+@pytest.mark.parametrize("what", mark_seldom(OPTIONS, *[*OPTIONS][:4]))
 @real_ranks(4)
 def test_a_step_is_that_of_shards(rank: int, what: str) -> None:
     """A step with kept slices is, bit by bit, that of shards alone."""
@@ -189,22 +186,13 @@ def test_a_step_is_that_of_shards(rank: int, what: str) -> None:
         model[:2].requires_grad_(False)
     mesh = mesh_of(2, 2)
     xs = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(rank)).to(next(model.parameters()).dtype).unbind()
-    options = {
-        "bf16": {"precision": fs.Precision(param=torch.bfloat16, reduce=torch.float32, output=torch.float32)},
-        "keep": {
-            "precision": fs.Precision(param=torch.bfloat16, output=torch.float32, keep={"*.0.*": torch.float32}),
-            "align": 1,
-        },
-        "codec": {"precision": fs.Precision(codec=fs.codecs.int8())},
-        "nf4": {"at_rest": fs.codecs.nf4(), "precision": fs.Precision(param=torch.bfloat16, output=torch.float32)},
-    }
     results = []
     for reshard in ("shard", True):
-        spec = fs.by_path({"*": P(BOTH, reshard=reshard, **options.get(what, {}))})(model).on(mesh)
-        params, frozen = fs.partition(fs.shard(model, spec), spec)
+        spec, params = shards_of(fs.by_path({"*": P(BOTH, reshard=reshard, **OPTIONS[what])}), model, mesh)
+        params, frozen = fs.partition(params, spec)
 
         def loss(p: fs.Params, x: torch.Tensor, spec: Any = spec, frozen: Any = frozen) -> torch.Tensor:
-            return fs.functional_call(model, fs.combine(p, frozen), (x,), spec=spec).square().mean()
+            return loss_of(model, spec, x)(fs.combine(p, frozen))
 
         init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2)
         if what == "update_in_backward":
@@ -236,9 +224,8 @@ def test_shards_in_host_memory(rank: int) -> None:
 def test_shards_that_are_changed_between_forward_and_backward(rank: int) -> None:
     """As with every other reshard: an error."""
     model = Net()
-    spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh_of(2, 2))
-    params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
-    value = fs.functional_call(model, params, (numbers(rank, 0),), spec=spec).sum()
+    spec, params = shards_of(fs.by_type(MLP, p=P(BOTH, reshard="shard")), model, mesh_of(2, 2))
+    value = loss_of(model, spec, numbers(rank, 0))({key: p.requires_grad_() for key, p in params.items()})
     with torch.no_grad():
         params["blocks.0"].mul_(2)
     with pytest.raises(RuntimeError, match=r"the shard of unit 'blocks.0' was modified in place between forward and backward"):
@@ -246,8 +233,6 @@ def test_shards_that_are_changed_between_forward_and_backward(rank: int) -> None
 
 
 # --- compiled ---
-
-
 @pytest.mark.parametrize("remat", mark_seldom([False, True], False))
 def test_compiled_units(alone: Pool, remat: bool) -> None:
     """The gradients of eager units, by as many gathers and reductions."""

@@ -17,11 +17,11 @@ from depth import each, mark_seldom, pairs
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
-from models import module_class
-from parity import WAYS, numbers, strategies
+from models import module_class, refused
+from parity import WAYS, loss_of, numbers, shards_of, strategies
 from peer_models import Net, chain
+from ranks import mesh_of
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,21 +105,16 @@ def net_of(blocks: int, **options: bool) -> Iterator[tuple[Net, fs.PartitionSpec
 
 def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, **options: int) -> tuple[Alive, list[int], int, int]:
     """The watcher, what is alive when forward has ended, and the peaks of forward and of backward."""
-    params = fs.shard(model, spec)
     at_turn: list[int] = []
-    forward_peak = 0
     with no_collector(), Alive() as alive:
 
-        def loss(params: dict[str, Tensor]) -> Tensor:
-            nonlocal forward_peak
-            y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, **options).sum()
-            at_turn.extend(alive.now())
-            forward_peak, alive.peak = alive.peak, sum(alive.now())
-            return y
+        def turn(y: Tensor) -> Tensor:
+            at_turn.extend([*alive.now(), alive.peak])
+            alive.peak = sum(alive.now())
+            return y.sum()
 
-        WAYS[way](loss)(params)
-        backward_peak = alive.peak
-    return alive, at_turn, forward_peak, backward_peak
+        WAYS[way](loss_of(model, spec, numbers(0, 0), of=turn, **options))(fs.shard(model, spec))
+    return alive, at_turn[:-1], at_turn[-1], alive.peak
 
 
 @pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
@@ -151,16 +146,20 @@ Curved = module_class(
 )
 
 
+def leaves_of(policy: fs.Policy, model: nn.Module, trained: bool = True) -> tuple[fs.PartitionSpec, fs.Params]:
+    spec, params = shards_of(policy, model)
+    return spec, {key: p.requires_grad_(trained) for key, p in params.items()}
+
+
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_a_double_backward_holds_no_more(blocks: int) -> None:
     """In both backwards three units at most, however many there are: the second goes over them forth and back."""
     with world(4):
         model = nn.Sequential(*[Curved(5) for _ in range(blocks)])
-        spec = fs.by_path({"*": fs.P("shard")})(model).bound
+        spec, params = leaves_of(fs.by_path({"*": fs.P("shard")}), model)
         unit = spec.padded_numel(spec.by_key["0"])
-        params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
         with no_collector(), Alive() as alive:
-            value = fs.functional_call(model, params, (numbers(0, 0),), spec=spec).square().sum()
+            value = loss_of(model, spec, numbers(0, 0))(params)
             grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
             assert alive.peak <= 3 * unit
             alive.peak = 0
@@ -193,8 +192,7 @@ def test_a_gradient_of_the_input_alone_holds_no_more(prefetch: int, trained: boo
     """Where no gradient of a unit tells that it has been used: it goes with the last op that saved it."""
     with world(4):
         model = chain(blocks=6)
-        spec = fs.by_path({"*": fs.P("shard")})(model).bound
-        params = {k: v.requires_grad_(trained) for k, v in fs.shard(model, spec).items()}
+        spec, params = leaves_of(fs.by_path({"*": fs.P("shard")}), model, trained)
         x = numbers(0, 0).requires_grad_()
         with no_collector(), Alive() as alive:
             y = fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch).sum()
@@ -220,24 +218,31 @@ def test_an_exception_frees_everything(failing: int) -> None:
     """Also between forward and backward of other units; the next call is a clean one."""
     with net_of(3) as (model, spec):
         params = {k: v.requires_grad_() for k, v in fs.shard(model, spec).items()}
+        call = loss_of(model, spec, numbers(0, 0))
         hook = model.blocks[failing].register_forward_hook(lambda *_: 1 / 0)
         with Alive() as alive:
-            with pytest.raises(ZeroDivisionError):
-                fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
+            refused(ZeroDivisionError, "division", lambda: call(params))
             gc.collect()  # the traceback is a cycle
             assert alive.now() == []
             hook.remove()
-            fs.functional_call(model, params, (numbers(0, 0),), spec=spec).sum().backward()
+            call(params).backward()
             assert alive.now() == []
+
+
+def inputs_of(*modules: nn.Module) -> list[weakref.ref[Any]]:
+    """The storages of what these are going to be given."""
+    inside: list[weakref.ref[Any]] = []
+    for module in modules:
+        module.register_forward_pre_hook(
+            lambda _, args: inside.append(weakref.ref(_torch.unwrap(args[0]).untyped_storage())),
+        )
+    return inside
 
 
 def test_a_graph_that_is_dropped_frees_what_it_held() -> None:
     """A forward without a backward: the kept units and the activations go with the output, without the cycle collector."""
     with net_of(3) as (model, spec):
-        inside: list[weakref.ref[Any]] = []
-        model.blocks[1].out_proj.register_forward_pre_hook(
-            lambda _, args: inside.append(weakref.ref(args[0].untyped_storage()))
-        )
+        inside = inputs_of(model.blocks[1].out_proj)
         params = {k: v.requires_grad_() for k, v in fs.shard(model, spec).items()}
         with no_collector(), Alive() as alive:
             y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
@@ -252,14 +257,8 @@ def test_a_graph_that_is_dropped_frees_what_it_held() -> None:
 def test_activations_go_with_the_step(way: str) -> None:
     """Outputs that their own nodes save (tanh) are in no cycle, under torch.func either."""
     with net_of(3) as (model, spec), no_collector():
-        inside: list[weakref.ref[Any]] = []
-
-        def note(_: nn.Module, args: tuple[Tensor]) -> None:
-            inside.append(weakref.ref(_torch.unwrap(args[0]).untyped_storage()))
-
-        for block in model.blocks:
-            block.out_proj.register_forward_pre_hook(note)
-        WAYS[way](lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).sum())(fs.shard(model, spec))
+        inside = inputs_of(*(block.out_proj for block in model.blocks))
+        WAYS[way](loss_of(model, spec, numbers(0, 0)))(fs.shard(model, spec))
         assert len(inside) == 3
         assert [ref for ref in inside if ref() is not None] == []
 
@@ -270,7 +269,7 @@ def test_what_user_code_holds_stays_readable() -> None:
         kept: list[Tensor] = []
         model.blocks[0].register_forward_hook(lambda m, *_: kept.append(m.in_proj.weight))
         with Alive() as alive:
-            fs.grad(lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).sum())(fs.shard(model, spec))
+            fs.grad(loss_of(model, spec, numbers(0, 0)))(fs.shard(model, spec))
             assert len(alive.now()) == 1
             kept[0].sum().item()
             kept.clear()
@@ -280,9 +279,8 @@ def test_what_user_code_holds_stays_readable() -> None:
 def step_and_forget() -> list[weakref.ref[Any]]:
     """The storages of a model, its shards and gradients, all out of scope."""
     model = Net(blocks=2)
-    spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
-    params = fs.shard(model, spec)
-    grads = fs.grad(lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).sum())(params)
+    spec, params = shards_of(fs.by_path({"blocks.*": fs.P("shard")}), model)
+    grads = fs.grad(loss_of(model, spec, numbers(0, 0)))(params)
     return [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *params.values(), *grads.values())]
 
 
@@ -300,14 +298,12 @@ def test_gradients_that_are_reduced_over_one_axis_of_two_do_not_stay() -> None:
     def peak_of(mesh: Any, p: P) -> int:
         spec = fs.by_type(nn.Linear, p=p)(model).on(mesh)
         params = fs.shard(model, spec, check_values=False)
-        loss = lambda params: fs.functional_call(model, params, torch.ones(1, width), spec=spec).sum()  # noqa: E731
         with no_collector(), Peak() as peak:
-            fs.grad(loss)(params)
+            fs.grad(loss_of(model, spec, torch.ones(1, width), of=torch.sum))(params)
         return peak.bytes
 
     with world(4):
-        one = peak_of(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)), P("shard"))
-        two = peak_of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), P(("replicate", "shard")))
+        one, two = peak_of(mesh_of(4), P("shard")), peak_of(mesh_of(2, 2), P(("replicate", "shard")))
     unit = 4 * (width * width + width)
     assert two < one + 1.5 * unit
 
@@ -351,8 +347,8 @@ class Step:
 def step(frozen: set[str], p: P, way: str, how: str, prefetch: int = 1) -> tuple[Step, fs.PartitionSpec]:
     """One step of six layers of which these are frozen, by ``requires_grad``, or as a constant of the loss."""
     model = layers(frozen, by_flag=how == "flag")
-    spec = fs.by_type(Layer, p=p)(model).bound
-    trained, rest = fs.partition(fs.shard(model, spec), spec, None if how == "flag" else lambda unit: unit.path not in frozen)
+    spec, params = shards_of(fs.by_type(Layer, p=p), model)
+    trained, rest = fs.partition(params, spec, None if how == "flag" else lambda unit: unit.path not in frozen)
     sent, ran, kept, forward = Collectives(), Kernels(), list[int](), Counter[str]()
     made.clear()
 
@@ -434,15 +430,15 @@ def linears(units: int, dim: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(dim, dim) for _ in range(units)))
 
 
-def kernels(p: P, size: int, way: str = "fs", units: int = 4, dim: int = 512) -> Kernels:
-    """What a step on so many ranks dispatches, where slices need no padding on up to 64."""
-    model, x = linears(units, dim), torch.ones(3, dim)
+def step_of_linears(mode: Any, p: P, size: int, way: str = "fs", units: int = 4, dim: int = 512) -> Any:
+    """The mode after a step within on so many ranks, where slices need no padding on up to 64."""
+    model = linears(units, dim)
     with world(size):
-        spec = fs.by_type(nn.Linear, p=p)(model).bound
-        params = fs.shard(model, spec)
-        with Kernels() as counted:
-            WAYS[way](lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())(params)
-    return counted
+        spec, params = shards_of(fs.by_type(nn.Linear, p=p), model)
+        loss = loss_of(model, spec, torch.ones(3, dim), of=torch.sum)
+        with mode:
+            WAYS[way](loss)(params)
+    return mode
 
 
 def plain_kernels(way: str, units: int, dim: int) -> int:
@@ -473,7 +469,7 @@ def test_kernels_of_a_step(p: str, way: str) -> None:
     """
     spec, most = MOST[p]
     units, dim = 16, 128
-    counts = [kernels(spec, size, way, units, dim).all for size in (2, 8, 64)]
+    counts = [step_of_linears(Kernels(), spec, size, way, units, dim).all for size in (2, 8, 64)]
     assert max(counts) - plain_kernels(way, units, dim) <= most * units
     assert counts[1] <= counts[2] <= counts[1] + 1  # the zeros of all padding
     assert counts[0] == counts[1] - units * (p == "float16")  # on two ranks it divides once
@@ -483,12 +479,7 @@ def test_kernels_of_a_step(p: str, way: str) -> None:
 def test_buckets_of_replicated_units(way: str) -> None:
     """On the CPU they are reduced once they are BUCKET_BYTES together, and at the end of backward."""
     units, dim = 9, 512
-    model, x = linears(units, dim), torch.ones(3, dim)
-    with world(8):
-        spec = fs.by_type(nn.Linear, p=P())(model).bound
-        params = fs.shard(model, spec)
-        with Collectives() as sent:
-            WAYS[way](lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())(params)
+    sent = step_of_linears(Collectives(), P(), 8, way, units, dim)
     one = 4 * (dim * dim + dim)
     together = -(-reductions.BUCKET_BYTES // one)
     assert 1 < together < units / 2
@@ -525,7 +516,7 @@ def blocks(x: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_codec_has_as_many_kernels_at_any_number_of_ranks(way: str) -> None:
     """Slices of all ranks are decoded at once."""
     p = P("shard", precision=Precision(codec=Codec(scaled, decoded)))
-    counts = [kernels(p, size, way).ops for size in (2, 8, 64)]
+    counts = [step_of_linears(Kernels(), p, size, way).ops for size in (2, 8, 64)]
     assert counts[0] == counts[1] == counts[2]
 
 

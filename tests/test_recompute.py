@@ -20,7 +20,7 @@ from depth import at_most, depth, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import EXACT, module_class
-from parity import gradient, leaves_of, plain_grad, squares
+from parity import gradient, gradient_of, leaves_of, loss_of, plain_grad, shards_of, squares
 from ranks import real_ranks
 from recomputed_cases import CASES, REMAT, WIDTH, Block, Model
 from torch import Tensor, nn
@@ -97,8 +97,7 @@ def test_state_that_passes_by_other_ways(name: str) -> None:
         spec = policy(model, fs.P("shard", remat=True)).bound
         want = fs.shard(way(seed(reference(model, x[0])), full, v), spec)
         model, *_ = made(name)  # what its closures have counted
-        loss = lambda p: (fs.functional_call(model, p, x[0], spec=spec) ** 2).sum()  # noqa: E731
-        got = way(seed(loss), fs.shard(full, spec), fs.shard(v, spec))
+        got = way(seed(loss_of(model, spec, x[0])), fs.shard(full, spec), fs.shard(v, spec))
         assert_close(got, want, **EXACT, msg=lambda m, key=key: f"{key}: {m}")
 
 
@@ -130,10 +129,9 @@ def test_state_that_passes_by_other_ways_on_ranks(rank: int, strategy: str) -> N
             first, second = (seed(reference(model, each)) for each in x)
             want = fs.shard(WAYS[key](lambda p, f=first, g=second: (f(p) + g(p)) / 2, full, v), spec)
             model, *_ = made(name)
-            loss = lambda p, m=model, x=x, s=spec: (fs.functional_call(m, p, x[rank], spec=s) ** 2).sum()  # noqa: E731
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
-                got = WAYS[key](seed(loss), fs.shard(full, spec), fs.shard(v, spec))
+                got = WAYS[key](seed(loss_of(model, spec, x[rank])), fs.shard(full, spec), fs.shard(v, spec))
             assert_close(got, want, **EXACT, msg=lambda m, key=key, name=name: f"{name} {key}: {m}")
 
 
@@ -144,8 +142,7 @@ def test_state_that_passes_by_other_ways_on_simulated_ranks(name: str) -> None:
 
     def rank(mesh: Any, x: Tensor) -> fs.Params:
         spec = policy(model, fs.P("shard", remat=True)).on(mesh)
-        loss = lambda p: (fs.functional_call(model, p, x, spec=spec) ** 2).sum()  # noqa: E731
-        return fs.unshard(torch.func.grad(loss)(fs.shard(full, spec)), spec)
+        return fs.unshard(torch.func.grad(loss_of(model, spec, x))(fs.shard(full, spec)), spec)
 
     got = fs.testing.spmd(rank, 2)(x)
     for key in full:
@@ -210,13 +207,12 @@ def test_random_changes_of_a_state(program: list[tuple[str, int, int]], as_node:
     """Two blocks that change one tree of objects; the head reads what is left in it."""
     torch.manual_seed(0)
     model = Model(run_program, Node if as_node else dict, lambda model, state: stored(state), program=program).double()
-    x = torch.randn(2, WIDTH, dtype=torch.float64)
-    full = {k: p.detach() for k, p in model.named_parameters()}
-    spec = fs.by_type(Block, p=fs.P("shard", remat=True))(model).bound
-    loss = lambda p: torch.tanh(fs.functional_call(model, p, x, spec=spec)).sum()  # noqa: E731
+    x, full = torch.randn(2, WIDTH, dtype=torch.float64), {k: p.detach() for k, p in model.named_parameters()}
+    spec, params = shards_of(fs.by_type(Block, p=fs.P("shard", remat=True)), model)
+    loss = loss_of(model, spec, x, of=lambda y: torch.tanh(y).sum())
     plain = lambda p: torch.tanh(torch.func.functional_call(model, p, (x,))).sum()  # noqa: E731
     for way in (WAYS["backward"], WAYS["hvp"]):
-        assert_close(way(loss, fs.shard(full, spec), fs.shard(full, spec)), fs.shard(way(plain, full, full), spec), **EXACT)
+        assert_close(way(loss, params, params), fs.shard(way(plain, full, full), spec), **EXACT)
 
 
 # --- differences between runs, and what cannot be put back ---
@@ -243,6 +239,7 @@ One = module_class(
     lambda body, state=lambda: None: {"block": Block(body), "state": state},
     lambda self, x: first(self.block(x + 0, self.state())),
 )
+AGAIN = fs.by_path({"block": fs.P("shard", remat=True)})
 
 
 def other_value(self: Any, x: Tensor, state: Any) -> Any:
@@ -304,12 +301,10 @@ def drawn_elsewhere(self: Any, x: Tensor, has_generator: bool) -> Any:
 @pytest.mark.parametrize("has_generator", [False, True])
 def test_random_numbers_of_another_thread(has_generator: bool) -> None:
     """They look like forward's: the error names them, and a generator of the thread's own is none of forward's."""
-    model = One(drawn_elsewhere, lambda: has_generator).double()
-    spec = fs.by_path({"block": fs.P("shard", remat=True)})(model).bound
     FLAG["calls"] = 0
     refused = pytest.raises(RuntimeError, match="no other thread that draws from the same generators meanwhile")
     with contextlib.nullcontext() if has_generator else refused:
-        fs.grad(lambda p: fs.functional_call(model, p, torch.ones(4, WIDTH).double(), spec=spec).sum())(fs.shard(model, spec))
+        gradient_of(AGAIN, One(drawn_elsewhere, lambda: has_generator).double(), torch.ones(4, WIDTH).double())
 
 
 @pytest.mark.parametrize("way", ["fs.grad", "torch.func.grad", "backward", "hvp"])
@@ -317,25 +312,19 @@ def test_random_numbers_of_another_thread(has_generator: bool) -> None:
 def test_what_differs_is_an_error(what: str, way: str) -> None:
     """It names the module, and what of it."""
     body, state, message = DIFFERENT[what]
-    model = One(body, state).double()
-    spec = fs.by_path({"block": fs.P("shard", remat=True)})(model).bound
-    params, x = fs.shard(model, spec), torch.ones(4, WIDTH, dtype=torch.float64)
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
     FLAG["calls"] = 0
     with pytest.raises((RuntimeError, TypeError), match=f"(?s)module 'block' with P.remat=True.*{message}"):
-        WAYS[way](lambda p: (fs.functional_call(model, p, x, spec=spec) ** 2).sum(), params, params)
+        gradient_of(AGAIN, One(body, state).double(), x, way=lambda loss: lambda p: WAYS[way](loss, p, p))
     assert (x == 1).all()
 
 
-class Reads(nn.Module):
-    """A module that reads, or calls, a module that it does not own."""
-
-    def __init__(self, other: nn.Module, how: str) -> None:
-        super().__init__()
-        self.lin, self.other, self.how = nn.Linear(WIDTH, WIDTH), [other], how
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.lin(x)
-        return nn.functional.linear(x, self.other[0].weight) if self.how == "read" else self.other[0](x)
+Reads = module_class(
+    "Reads",
+    lambda other, how: {"lin": nn.Linear(WIDTH, WIDTH), "other": [other], "how": how},
+    lambda self, x: (self.other[0] if self.how == "call" else lambda x: x @ self.other[0].weight.T)(self.lin(x)),
+)
+"""A module that reads, or calls, a module that it does not own."""
 
 
 @pytest.mark.parametrize("how", ["read", "call"])
@@ -347,12 +336,12 @@ def test_parameters_of_other_units_are_refused(rank: int, how: str) -> None:
     model = nn.Sequential(a, Reads(a, how)).double()
     x = torch.ones(2, WIDTH, dtype=torch.float64)
     for p in (fs.P("shard", remat=True), fs.P(remat=True)):
-        spec = fs.by_path({"0": fs.P("shard"), "1": p})(model).bound
+        spec, params = shards_of(fs.by_path({"0": fs.P("shard"), "1": p}), model)
         for way in ("fs.grad", "torch.func.grad", "backward", "hvp"):
-            params = fs.shard(model, spec)
-            words = r"unit '0' is read inside of module '1' with P\(remat=True\), .* around both"
-            with pytest.raises(RuntimeError, match=words):
-                WAYS[way](lambda p, spec=spec: fs.functional_call(model, p, x, spec=spec).sum(), params, params)
+            with pytest.raises(
+                RuntimeError, match=r"unit '0' is read inside of module '1' with P\(remat=True\), .* around both"
+            ):
+                WAYS[way](loss_of(model, spec, x), params, params)
 
 
 def test_a_state_that_is_an_error_is_as_before() -> None:
@@ -364,10 +353,8 @@ def test_a_state_that_is_an_error_is_as_before() -> None:
         raise ValueError("mine")
 
     state: dict[str, Any] = {"list": [], "n": 1, "x": torch.ones(())}
-    model = One(body, lambda: state)
-    spec = fs.by_path({"block": fs.P("shard", remat=True)})(model).bound
     with pytest.raises(ValueError, match="mine"):
-        fs.grad(lambda p: fs.functional_call(model, p, torch.ones(2, WIDTH), spec=spec).sum())(fs.shard(model, spec))
+        gradient_of(AGAIN, One(body, lambda: state), torch.ones(2, WIDTH))
     assert (state["list"], state["n"]) == ([], 1)
 
 
@@ -513,29 +500,6 @@ def test_what_a_function_changes_and_reads(name: str) -> None:
         assert_close(got, want, **EXACT, msg=lambda m, key=key: f"{key}: {m}")
 
 
-def of_a_thread(w: Tensor) -> Tensor:
-    local = threading.local()
-    local.w = w
-    return fs.remat(lambda: X @ local.w)()
-
-
-HIDDEN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "a view of a dict": (
-        lambda w: fs.remat(lambda values: X @ next(iter(values)))({"w": w}.values()),
-        r"given an object that cannot be copied for another run, args\[0\] \(cannot pickle 'dict_values' object\)",
-    ),
-    "a thread's": (of_a_thread, r"cannot be copied for another run, the function \(cannot pickle '_thread._local' object\)"),
-}
-
-
-@pytest.mark.parametrize("what", HIDDEN)
-def test_tensors_that_no_copy_reaches_are_refused(what: str) -> None:
-    function, words = HIDDEN[what]
-    for key in WAYS.keys() - {"third"}:
-        with pytest.raises((TypeError, RuntimeError), match=words):
-            WAYS[key](lambda p: function(p["w"]).sin().sum(), {"w": W}, {"w": W.cos()})
-
-
 def asks_an_operand(x: Tensor) -> Tensor:
     return x.sin() if x.requires_grad else x.cos()
 
@@ -575,26 +539,6 @@ def test_a_function_that_asks_autograd(function: Callable[[Tensor], Tensor]) -> 
                 assert_close(*(_torch.unwrap(value).detach() for value in values.values()), **EXACT)
 
 
-def test_what_asks_autograd_in_a_stack_is_refused_by_name() -> None:
-    """Each level has an answer of its own there."""
-    with pytest.raises(RuntimeError, match=r"remat of asks_an_operand reads tensor.requires_grad, which in a stack"):
-        fs.hvp(lambda p: fs.remat(asks_an_operand)(p["w"]).sum(), {"w": W}, {"w": W})
-
-
-def test_what_is_asked_of_a_captured_tensor_is_refused() -> None:
-    """A first run with a graph tells what it has computed from the operands alone."""
-    with pytest.raises(RuntimeError, match="reads a tensor of the running computation that is neither an argument"):
-        fs.grad(lambda w: captures(w))(W)
-
-
-HELD: dict[str, Tensor] = {}
-
-
-def captures(w: Tensor) -> Tensor:
-    HELD["w"] = w
-    return fs.remat(lambda x: (asks_an_operand(x) @ HELD["w"]).sum())(w * 2)
-
-
 class AsksItsWeight(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -624,10 +568,9 @@ def test_a_module_that_asks_autograd(way: str, p: fs.P) -> None:
 def test_gradients_of_modules_that_list_their_parameters_have_no_graph(way: str) -> None:
     """nn.GRU keeps a list of its weights: they were arguments, of which torch.func.grad's results then had a graph."""
     model = nn.GRU(WIDTH, 4).double()
-    full = {name: p.detach() for name, p in model.named_parameters()}
-    want = torch.func.grad(lambda p: torch.func.functional_call(model, p, X)[0].square().sum())(full)
-    spec = fs.policies.whole(fs.P("shard", remat=True))(model).bound
-    got = WAYS[way](lambda p: fs.functional_call(model, p, X, spec=spec)[0].square().sum(), fs.shard(full, spec), {})
+    want = gradient(model(X)[0].square().sum(), dict(model.named_parameters()))
+    spec, params = shards_of(fs.policies.whole(fs.P("shard", remat=True)), model)
+    got = WAYS[way](loss_of(model, spec, X, of=lambda out: out[0].square().sum()), params, {})
     assert not any(g.requires_grad for g in got.values())
     assert_close(fs.unshard(got, spec), want, **EXACT)
 
@@ -648,8 +591,7 @@ def test_an_inner_gradient_of_what_it_closes_over() -> None:
 def test_functional_call_inside_remat(closes: bool, way: str) -> None:
     """Also where a call's input is what another call gave: hvp died with an INTERNAL ASSERT there."""
     model = nn.Linear(WIDTH, WIDTH).double()
-    spec = fs.policies.whole(fs.P("shard"))(model).bound
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.policies.whole(fs.P("shard")), model)
     along = fs.shard({name: p.detach().cos() for name, p in model.named_parameters()}, spec)
 
     def call(p: fs.Params, x: Tensor) -> Tensor:
@@ -687,15 +629,11 @@ def test_remat_inside_functional_call_is_refused(how: str) -> None:
     def grad(how: str, remat: type[nn.Module] | None = None) -> fs.Params:
         torch.manual_seed(0)
         model = nn.Sequential(Inside(how), Inside(how)).double()
-        policy = fs.by_type(Inside) if remat is None else fs.by_type(remat, p=fs.P("shard", remat=True))
-        spec = policy(model).bound
-        loss = lambda p: fs.functional_call(model, p, X, spec=spec).square().sum()  # noqa: E731
-        return fs.unshard(fs.grad(loss)(fs.shard(model, spec)), spec)
+        spec, params = shards_of(fs.by_type(remat or Inside, p=fs.P("shard", remat=bool(remat))), model)
+        return fs.unshard(fs.grad(loss_of(model, spec, X))(params), spec)
 
-    with pytest.raises(
-        RuntimeError,
-        match=r"unit '0' is read inside of remat of .*expected P\(remat=True\) for the module .*fs\.remat\(F\.linear",
-    ):
+    words = r"unit '0' is read inside of remat of .*expected P\(remat=True\) for the module .*fs\.remat\(F\.linear"
+    with pytest.raises(RuntimeError, match=words):
         grad(how)
     want = grad("plain")
     assert_close(grad("plain", nn.Linear), want, **EXACT)
@@ -738,19 +676,15 @@ def test_energies_and_forces(p: fs.P, way: Callable[..., Any]) -> None:
     """By torch.func.grad and, as the first run has a graph, by torch.autograd.grad."""
     x = torch.linspace(-1, 1, 12).double().view(4, 3)
     model = Forces("torch.func")
-    spec = fs.policies.whole(p)(model)
+    spec, params = shards_of(fs.policies.whole(p), model)
 
-    def loss(params: fs.Params) -> Tensor:
-        energy, forces = fs.functional_call(model, params, (x,), spec=spec)
-        return energy + forces.pow(2).sum()
+    def total(out: tuple[Tensor, Tensor]) -> Tensor:
+        return out[0] + out[1].pow(2).sum()
 
-    energy, forces = model(x)
-    names, own = zip(*model.named_parameters(), strict=True)
-    expected = dict(zip(names, torch.autograd.grad(energy + forces.pow(2).sum(), own), strict=True))
-    torch.testing.assert_close(fs.unshard(way(loss)(fs.shard(model, spec)), spec), expected, check_device=False)
-    if p.remat:
-        model.by = "torch.autograd"
-        torch.testing.assert_close(fs.unshard(way(loss)(fs.shard(model, spec)), spec), expected, check_device=False)
+    expected = gradient(total(model(x)), dict(model.named_parameters()))
+    for by in ("torch.func", *["torch.autograd"] * p.remat):
+        model.by = by
+        assert_close(fs.unshard(way(loss_of(model, spec, x, of=total))(params), spec), expected)
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
@@ -763,15 +697,11 @@ def test_backward_hooks_in_a_stack_are_refused(register: str, remat: bool) -> No
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     getattr(model[2], register)(halved)
-    spec = fs.policies.whole(fs.P("shard", remat=not remat))(model)
-    params, x = fs.shard(model, spec), torch.linspace(-1, 1, 12).double().view(3, 4)
-
-    def call(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (x,), spec=spec).sin().sum()
-
+    spec, params = shards_of(fs.policies.whole(fs.P("shard", remat=not remat)), model)
+    x = torch.linspace(-1, 1, 12).double().view(3, 4)
+    call = loss_of(model, spec, x, of=lambda y: y.sin().sum())
     loss = fs.remat(call) if remat else call
     with pytest.raises(RuntimeError, match=r"reaches a Linear with the backward hook .*halved, which in a stack of transforms"):
         torch.func.grad(lambda p: torch.func.jvp(loss, (p,), (p,))[1])(params)
-    names, own = zip(*model.named_parameters(), strict=True)
-    expected = dict(zip(names, torch.autograd.grad(model(x).sin().sum(), own), strict=True))
-    torch.testing.assert_close(fs.unshard(fs.grad(loss)(params), spec), expected)
+    expected = gradient(model(x).sin().sum(), dict(model.named_parameters()))
+    assert_close(fs.unshard(fs.grad(loss)(params), spec), expected)

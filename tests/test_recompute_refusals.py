@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from models import module_class, unchanged
-from parity import plain_grad
+from parity import gradient, gradient_of, loss_of, plain_grad, shards_of
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -38,7 +39,6 @@ OUTER_WAYS: dict[str, Callable[..., Any]] = {
     "vmap": lambda f: lambda x: torch.vmap(f)(torch.stack([x, x])),
 }
 """Also those in which nothing runs again."""
-ONE_BACKWARD = ("fs.grad", "backward")
 
 
 def yields(x: Tensor) -> Iterator[Tensor]:
@@ -133,6 +133,16 @@ class Counts(nn.Linear):
         return super().forward(input) * self.calls * self.seen
 
 
+def of_a_thread(w: Tensor) -> Callable[[], Tensor]:
+    local = threading.local()
+    local.w = w
+    return lambda: X * local.w
+
+
+def asks(x: Tensor) -> Tensor:
+    return x.sin() if x.requires_grad else x.cos()
+
+
 def closing_over(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: module(x)
 
@@ -149,7 +159,9 @@ PARAMETER = r"remat of .* reads parameter '\w+' of a {}, .*functional_call"
 OF_A_TRANSFORM = r"remat of .* reads a tensor of .*neither an argument nor reached from one"
 ATTRIBUTE = r"remat of .*sets the attribute 'extra' of a tensor, .*: expected it returned"
 
-REFUSED: dict[str, tuple[Loss, type[Exception], str]] = {
+NO_COPY = "cannot be copied for another run, "
+
+REFUSED: dict[str, tuple[Loss, Any, str]] = {
     # computed later, where it would have no gradient: the function has ended
     "generator": (lambda again, x: (again(yields)(x), x.sum())[1], TypeError, UNCOPIED),
     "with tensors": (lambda again, x: (again(lambda x: (x.sin(), [yields(x)]))(x), x.sum())[1], TypeError, UNCOPIED),
@@ -194,13 +206,41 @@ REFUSED: dict[str, tuple[Loss, type[Exception], str]] = {
         RuntimeError,
         "remat of .*leaves_by_a_global hands on a tensor by a global, .* expected it in the result",
     ),
+    # tensors that no copy reaches
+    "a view of a dict": (
+        lambda again, x: again(lambda values: X * next(iter(values)))({"w": x}.values()).sin().sum(),
+        (TypeError, RuntimeError),
+        NO_COPY + r"args\[0\] \(cannot pickle 'dict_values' object\)",
+    ),
+    "a thread's": (
+        lambda again, x: again(of_a_thread(x))().sin().sum(),
+        (TypeError, RuntimeError),
+        NO_COPY + r"the function \(cannot pickle '_thread._local' object\)",
+    ),
+    # what each level of a stack would answer by itself, or a first run with a graph by what it was not given
+    "asks autograd": (
+        lambda again, x: again(asks)(x).sum(),
+        RuntimeError,
+        r"remat of asks reads tensor.requires_grad, which in a stack",
+    ),
+    "asks of a captured tensor": (
+        lambda again, x: (GLOBAL.update(w=x), again(lambda y: (asks(y) * GLOBAL["w"]).sum())(x * 2))[1],
+        RuntimeError,
+        "reads a tensor of the running computation that is neither an argument",
+    ),
+}
+
+
+SOME_WAYS = {
+    **dict.fromkeys(("leaves by a global", "reads the gradient of its own"), ("fs.grad", "backward")),
+    **dict.fromkeys(("a view of a dict", "a thread's"), (*WAYS, "hvp")),
+    "asks autograd": ["hvp"],
+    "asks of a captured tensor": ["fs.grad"],
 }
 
 
 def ways_of(name: str) -> Any:
-    if name in ("leaves by a global", "reads the gradient of its own"):
-        return ONE_BACKWARD
-    return OUTER_WAYS if name.startswith("reads") or "around" in name else WAYS
+    return SOME_WAYS.get(name, OUTER_WAYS if name.startswith("reads") or "around" in name else WAYS)
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -290,10 +330,9 @@ class Swaps(nn.Module):
 def test_a_module_that_forward_puts_into_a_recomputed_one() -> None:
     """Refused by name; where nothing is recomputed it is right (test_unreplaced.py)."""
     model = Swaps().double()
-    spec = fs.by_path({"block": fs.P("shard", remat=True)})(model)
     words = r"'block.0' \(Sequential\) was put there in forward, and P\(remat=...\) of 'block'"
     with unchanged(model), pytest.raises(RuntimeError, match=words):
-        fs.grad(lambda q: fs.functional_call(model, q, X, spec=spec).sum())(fs.shard(model, spec))
+        gradient_of(fs.by_path({"block": fs.P("shard", remat=True)}), model, X)
 
 
 class Scales(nn.Linear):
@@ -316,14 +355,11 @@ class ScalesArgument(nn.Linear):
         return super().forward(x).sin()
 
 
-class Residual(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.first, self.second = make(), make()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return (x + self.second(x)).square().sum()
+Residual = module_class(
+    "Residual",
+    lambda make: {"first": make(), "second": make()},
+    lambda self, x: (lambda x: (x + self.second(x)).square().sum())(self.first(x)),
+)
 
 
 HOOK_WAYS = {name: WAYS[name] for name in ("fs.grad", "torch.func.grad")}
@@ -334,12 +370,8 @@ def test_a_hook_in_a_recomputed_module(way: str) -> None:
     """The first run registers it on a tensor that has a graph, and the last run's gradient passes through it."""
     torch.manual_seed(0)
     model, x = Residual(lambda: Scales(3, 3)).double(), torch.randn(2, 3, dtype=torch.float64)
-    grads: list[Any] = []
-    for remat in (False, True):
-        spec = fs.by_type(Scales, p=fs.P(remat=remat))(model)
-        loss = lambda p, spec=spec: fs.functional_call(model, p, (x,), spec=spec)  # noqa: E731
-        grads.append(HOOK_WAYS[way](loss)(fs.shard(model, spec)))
-    assert_close(grads[1], grads[0])
+    policies = [fs.by_type(Scales, p=fs.P(remat=remat)) for remat in (False, True)]
+    assert_close(*(gradient_of(policy, model, x, way=HOOK_WAYS[way], of=torch.sum) for policy in policies))
 
 
 @pytest.mark.parametrize("way", HOOK_WAYS)
@@ -347,12 +379,11 @@ def test_a_hook_on_an_argument_is_refused(way: str) -> None:
     """It would miss the gradient that the argument gets outside of the module; on a view it sees that part alone."""
     torch.manual_seed(0)
     model, x = Residual(lambda: ScalesArgument(3, 3)).double(), torch.randn(2, 3, dtype=torch.float64)
-    specs = [fs.by_type(ScalesArgument, p=fs.P(remat=remat))(model) for remat in (False, True)]
-    grads = [HOOK_WAYS[way](lambda p, s=s: fs.functional_call(model, p, (x,), spec=s)) for s in specs]
+    specs = [fs.by_type(ScalesArgument, p=fs.P(remat=remat))(model).bound for remat in (False, True)]
+    grads, params = [HOOK_WAYS[way](loss_of(model, s, x, of=torch.sum)) for s in specs], fs.shard(model, specs[1])
     with pytest.raises(RuntimeError, match=r"module 'second' .*calls register_hook on .* given, args\[0\], .* x\.view_as\(x\)"):
-        grads[1](fs.shard(model, specs[1]))
+        grads[1](params)
     model.first.view = model.second.view = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    params = fs.shard(model, specs[1])
     assert_close(grads[1](params), grads[0](params))
 
 
@@ -412,12 +443,10 @@ def increase(array: np.ndarray[Any, Any]) -> float:
 def test_arguments_are_who_they_are(kept: Any, read: Callable[[Any, Any], float], given: Any) -> None:
     """The copies of a run are the same among each other, and have all that the objects have."""
     model = Keeps(kept, read).double()
-    full = {name: p.detach() for name, p in model.named_parameters()}
-    want = torch.func.grad(lambda p: torch.func.functional_call(model, p, (X, given)).sum())(full)
+    want = gradient(model(X, given).sum(), dict(model.named_parameters()))
     for p in (fs.P(), fs.P(remat=True)):
-        spec = fs.policies.whole(p)(model)
-        got = fs.grad(lambda q, s=spec: fs.functional_call(model, q, (X, given), spec=s).sum())(fs.shard(full, spec))
-        assert_close(fs.unshard(got, spec), want)
+        spec, params = shards_of(fs.policies.whole(p), model)
+        assert_close(fs.unshard(fs.grad(loss_of(model, spec, X, given, of=torch.sum))(params), spec), want)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +461,5 @@ def test_arguments_are_who_they_are(kept: Any, read: Callable[[Any, Any], float]
 )
 def test_what_each_run_would_change_again_is_refused(kept: Any, read: Callable[[Any, Any], float]) -> None:
     """In an attribute; among the arguments of a module an object changes once (the cases of recomputed_cases.py)."""
-    model = Keeps(kept, read).double()
-    spec = fs.policies.whole(fs.P(remat=True))(model)
     with pytest.raises((TypeError, RuntimeError), match=r"that it changes|would change again"):
-        fs.grad(lambda p: fs.functional_call(model, p, (X,), spec=spec).sum())(fs.shard(model, spec))
+        gradient_of(fs.policies.whole(fs.P(remat=True)), Keeps(kept, read).double(), X)

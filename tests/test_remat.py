@@ -13,8 +13,8 @@ from collective_log import Collectives, gathers, scatters, world
 from depth import at_most, depth, each
 from gradient_cases import assert_shards_of_mean, cases, penalty
 from hypothesis import given, settings
-from models import module_class
-from test_memory import Alive, no_collector
+from parity import gradient_of, loss_of, shards_of
+from test_memory import Alive, Curved, no_collector
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
@@ -141,22 +141,13 @@ def test_autocast_is_that_of_the_first_run() -> None:
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def changed(change: Callable[..., None], to: Any, back: Any, **options: bool) -> Iterator[None]:
+    """A default of torch's, within this."""
+    change(to, **options)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def deterministic_with_warnings() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        change(back)
 
 
 class ReadsDefaults(nn.Linear):
@@ -177,9 +168,9 @@ class Doubles(TorchFunctionMode):
 
 
 DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "dtype": lambda: default_dtype(torch.bfloat16),
+    "dtype": lambda: changed(torch.set_default_dtype, torch.bfloat16, torch.float32),
     "device": lambda: torch.device("meta"),
-    "deterministic": deterministic_with_warnings,
+    "deterministic": lambda: changed(torch.use_deterministic_algorithms, True, False, warn_only=True),
     "function mode": Doubles,
 }
 
@@ -195,11 +186,11 @@ def test_defaults_are_those_of_the_first_run(name: str, around: str) -> None:
     model, x = nn.Sequential(ReadsDefaults(3, 3), ReadsDefaults(3, 3)), torch.randn(2, 3)
     grads: list[Any] = []
     for remat in (False, True):
-        spec = fs.by_type(ReadsDefaults, p=fs.P(remat=remat))(model)
-        params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
+        spec, params = shards_of(fs.by_type(ReadsDefaults, p=fs.P(remat=remat)), model)
+        params = {key: shard.requires_grad_() for key, shard in params.items()}
         with inside("both"):
             with inside("forward"):
-                loss = fs.functional_call(model, params, (x,), spec=spec).square().sum()
+                loss = loss_of(model, spec, x)(params)
             with inside("backward"):
                 grads.append(torch.autograd.grad(loss, list(params.values())))
     assert_close(grads[1], grads[0], rtol=0, atol=0)
@@ -332,11 +323,6 @@ def test_recomputed_units_are_invisible(transform: str, every: bool, case: Any) 
     assert_shards_of_mean((model, rematerialized(policy, every=every), sizes), TRANSFORMS[transform], exact=exact)
 
 
-Tanh = module_class(
-    "Tanh", lambda width: {"linear": nn.Linear(width, width, dtype=torch.float64)}, lambda self, x: torch.tanh(self.linear(x))
-)
-
-
 def twice_by_plain_autograd(loss: Function, params: fs.Params, v: fs.Params) -> None:
     leaves = [p.clone().requires_grad_() for p in params.values()]
     first = torch.autograd.grad(loss(dict(zip(params, leaves, strict=True))), leaves, create_graph=True)
@@ -354,20 +340,22 @@ MEMORY: dict[str, tuple[int, Callable[..., Any]]] = {
 """For each transform, how many buffers of one unit's size are alive at once, exactly."""
 
 
+def recomputed(blocks: int, **options: int) -> tuple[fs.PartitionSpec, Function, fs.Params]:
+    """Blocks that are units of their own, and their loss."""
+    model = nn.Sequential(*(Curved(4) for _ in range(blocks)))
+    spec, params = shards_of(fs.by_type(Curved, p=fs.P("shard", remat=True)), model)
+    return spec, loss_of(model, spec, X, **options), params
+
+
 @at_most(2)
-@each
-@pytest.mark.parametrize("blocks", [3, 6])
-@pytest.mark.parametrize("transform", MEMORY)
+@each(transform=MEMORY, blocks=[3, 6])
 def test_gathered_buffers_alive_do_not_grow_with_the_model(transform: str, blocks: int) -> None:
     """ZeRO-3 memory at every order: a few buffers of one block, however many blocks there are."""
     buffers, compute = MEMORY[transform]
     with world(4):
-        model = nn.Sequential(*(Tanh(4) for _ in range(blocks)))
-        spec = fs.by_type(Tanh, p=fs.P("shard", remat=True))(model).bound
-        params = fs.shard(model, spec)
-        x = torch.randn(3, 4, dtype=torch.float64)
+        spec, loss, params = recomputed(blocks, prefetch=0)
         with no_collector(), Alive() as alive:
-            compute(lambda p: (fs.functional_call(model, p, (x,), spec=spec, prefetch=0) ** 2).sum(), params, params)
+            compute(loss, params, params)
         assert alive.peak == buffers * spec.padded_numel(spec.by_key["0"])
         assert alive.now() == []
 
@@ -384,11 +372,9 @@ ONCE = {"fs.grad": fs.grad, "grad": grad, "a pullback": pulled_back}
 def test_recomputed_units_are_gathered_ahead(way: str) -> None:
     """In forward and in backward: one ahead, reduced one behind, and the last one stays."""
     with world(4):
-        model = nn.Sequential(*(Tanh(4) for _ in range(4)))
-        spec = fs.by_type(Tanh, p=fs.P("shard", remat=True))(model).bound
-        params, x = fs.shard(model, spec), torch.randn(3, 4, dtype=torch.float64)
+        spec, loss, params = recomputed(4)
         with no_collector(), Alive() as alive, Collectives() as log:
-            ONCE[way](lambda p: (fs.functional_call(model, p, (x,), spec=spec) ** 2).sum())(params)
+            ONCE[way](loss)(params)
         gather, scatter = gathers(spec, "0"), scatters(spec, "0")
         behind = 3 * [*gather, *scatter]  # 2 is gathered and 3 runs and is reduced, 1 is gathered and 2 runs, and so on
         assert log.all == [*4 * gather, *behind, *scatter]
@@ -396,20 +382,17 @@ def test_recomputed_units_are_gathered_ahead(way: str) -> None:
         assert alive.now() == []
 
 
-@each
-@pytest.mark.parametrize("way", ONCE)
-@pytest.mark.parametrize("ways", ["frozen", "kept"])
+@each(ways=["frozen", "kept"], way=ONCE)
 def test_recomputed_units_that_are_frozen_or_kept(ways: str, way: str) -> None:
     """No gradient tells when a frozen unit has been used: it goes when its module has run. A kept one is gathered once."""
     with world(4):
-        model = nn.Sequential(*(Tanh(4) for _ in range(5)))
+        model = nn.Sequential(*(Curved(4) for _ in range(5)))
         model.requires_grad_(ways == "kept")
         model[0].requires_grad_(True)
-        spec = fs.by_type(Tanh, p=fs.P("shard", remat=True, reshard=ways == "frozen"))(model).bound
-        trained, frozen = fs.partition(fs.shard(model, spec), spec)
-        x = torch.randn(3, 4, dtype=torch.float64)
+        spec, params = shards_of(fs.by_type(Curved, p=fs.P("shard", remat=True, reshard=ways == "frozen")), model)
+        trained, frozen = fs.partition(params, spec)
         with no_collector(), Alive() as alive, Collectives() as log:
-            ONCE[way](lambda p: fs.functional_call(model, fs.combine(p, frozen), (x,), spec=spec).sum())(trained)
+            ONCE[way](lambda p: loss_of(model, spec, X)(fs.combine(p, frozen)))(trained)
         gathered = [sent for sent in log.all if sent.op == "all_gather"]
         blocks = alive.peak / spec.padded_numel(spec.by_key["0"])
         assert (len(gathered), blocks <= 3) == ((9, True) if ways == "frozen" else (5, False))
@@ -419,27 +402,25 @@ def test_recomputed_units_that_are_frozen_or_kept(ways: str, way: str) -> None:
 def counted_runs(policy: fs.Policy, way: Function) -> int:
     runs = 0
 
-    class Counting(Tanh):
+    class Counting(Curved):
         def forward(self, x: Tensor) -> Tensor:
             nonlocal runs
             runs += 1
             return super().forward(x)
 
-    model = nn.Sequential(Counting(2), Counting(2))
-    spec = policy(model).bound
-    way(lambda p: fs.functional_call(model, p, torch.ones(1, 2, dtype=torch.float64), spec=spec).sum())(fs.shard(model, spec))
+    gradient_of(policy, nn.Sequential(Counting(2), Counting(2)), torch.ones(1, 2, dtype=torch.float64), way=way)
     return runs
 
 
 def test_how_often_a_module_runs() -> None:
     """Once more for its gradient; not at all where nothing is differentiated; the root only where it is the unit."""
     again = fs.P(remat=True)
-    assert counted_runs(fs.by_type(Tanh, p=again), fs.grad) == 4
-    assert counted_runs(fs.by_type(Tanh, p=fs.P()), fs.grad) == 2
+    assert counted_runs(fs.by_type(Curved, p=again), fs.grad) == 4
+    assert counted_runs(fs.by_type(Curved, p=fs.P()), fs.grad) == 2
     assert counted_runs(fs.policies.whole(again), fs.grad) == 4
     assert counted_runs(fs.by_path({"0": again}), fs.grad) == 3
     with torch.no_grad():
-        assert counted_runs(fs.by_type(Tanh, p=again), lambda f: f) == 2
+        assert counted_runs(fs.by_type(Curved, p=again), lambda f: f) == 2
 
 
 class Batch(nn.Module):
@@ -461,15 +442,9 @@ def test_buffers_of_recomputed_modules() -> None:
     for remat in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(Batch(), Batch())
-        spec = fs.by_type(Batch, p=fs.P(remat=remat))(model).bound
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        x = torch.randn(5, 4)
-
-        def loss(p: fs.Params, model=model, spec=spec, buffers=buffers, x=x) -> Tensor:
-            return (fs.functional_call(model, p, x, spec=spec, buffers=buffers) ** 2).sum()
-
         before = {name: vars(module).copy() for name, module in model.named_modules()}
-        grads = fs.grad(loss)(fs.shard(model, spec))
+        grads = gradient_of(fs.by_type(Batch, p=fs.P(remat=remat)), model, torch.randn(5, 4), buffers=buffers)
         assert before == {name: vars(module) for name, module in model.named_modules()}
         assert buffers["0.norm.num_batches_tracked"] == 1
         assert buffers["0.norm.running_mean"].any()
@@ -492,8 +467,7 @@ def test_ignored_and_tied_parameters_have_gradients() -> None:
         params = fs.shard(model, spec)
         model["c"].bias.grad = None
         full = {k: p.requires_grad_() for k, p in params.items()}
-        loss = (fs.functional_call(model, full, x, spec=spec) ** 2).sum()
-        loss.backward()
+        loss_of(model, spec, x)(full).backward()
         results.append(({k: p.grad for k, p in full.items()}, model["c"].bias.grad.clone()))
     assert_close(*results)
     assert results[0][1].abs().sum() > 0
@@ -506,19 +480,16 @@ def test_inside_simulated_ranks_and_around_them() -> None:
     xs = torch.randn(3, 4, 2, dtype=torch.float64)
 
     def loss(params: fs.Params, x: Tensor, spec: fs.PartitionSpec) -> Tensor:
-        return (fs.functional_call(model, params, x, spec=spec) ** 2).sum()
+        return loss_of(model, spec, x)(params)
 
-    def total(f: Function) -> Function:
-        def one(full: fs.Params) -> Function:
-            def rank(mesh: Any, x: Tensor) -> Tensor:
-                spec = fs.policies.always()(model).on(mesh)
-                return f(fs.shard(full, spec), x, spec)
+    def total(f: Function, full: fs.Params) -> Tensor:
+        def rank(mesh: Any, x: Tensor) -> Tensor:
+            spec = fs.policies.always()(model).on(mesh)
+            return f(fs.shard(full, spec), x, spec)
 
-            return rank
+        return fs.testing.spmd(rank, 3)(xs).sum()
 
-        return lambda full: fs.testing.spmd(one(full), 3)(xs).sum()
-
-    assert_close(grad(total(fs.remat(loss)))(full), grad(total(loss))(full))
+    assert_close(*(grad(lambda full, f=f: total(f, full))(full) for f in (fs.remat(loss), loss)))
 
 
 def test_results_that_are_not_continuous_have_no_tangents() -> None:

@@ -18,8 +18,8 @@ from depth import at_most, dealt, depth, each, mark_seldom, some
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
-from models import refused
-from parity import plain_grad
+from models import module_class, refused
+from parity import gradient_of, loss_of, plain_grad, shards_of
 from ranks import real_ranks
 from recomputed_cases import CASES
 from test_memory import Peak, no_collector
@@ -30,7 +30,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import funshard as fs
-from funshard import collectives
+from funshard import _torch, collectives
 
 aten = torch.ops.aten
 Save = Any
@@ -80,9 +80,7 @@ def equal(a: Any, b: Any) -> None:
 
 
 @at_most(9)
-@each
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("order", ORDERS)
+@each(order=ORDERS, save=SAVES)
 def test_no_number_changes_at_any_order(order: str, save: str) -> None:
     equal(ORDERS[order](fs.remat(layer, save=SAVES[save])), ORDERS[order](fs.remat(layer)))
     assert_close(ORDERS[order](fs.remat(layer, save=SAVES[save])), ORDERS[order](layer), rtol=1e-11, atol=1e-11)
@@ -290,10 +288,8 @@ def test_a_name_that_is_not_given_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"is to save 'cosine', .*expected funshard.checkpoint_name\(x, name\) in it"):
         torch.func.grad(fs.remat(torch.sum, save={"cosine"}))(W)
     torch.func.grad(fs.remat(f, save={"sine", "cosine"}))(W)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    spec = fs.policies.whole(fs.P("shard", remat=fs.Remat({"attn_out"})))(model).bound
     with pytest.raises(ValueError, match=r"module '' with P\(remat=True\) is to save 'attn_out', and gave none"):
-        fs.grad(lambda p: fs.functional_call(model, p, torch.ones(2), spec=spec).sum())(fs.shard(model, spec))
+        gradient_of(fs.policies.whole(fs.P("shard", remat=fs.Remat({"attn_out"}))), nn.Linear(2, 2), torch.ones(2))
 
 
 # --- what is refused ---
@@ -403,28 +399,24 @@ def test_another_control_flow_is_refused() -> None:
 
 
 # --- what it costs ---
-class Held:
+class HELD:
     """The storages of what a function has made on its way."""
 
-    def __init__(self) -> None:
-        self.refs: tuple[weakref.ref[Any], ...] = ()  # a list would be put back for each run
+    refs: tuple[weakref.ref[Any], ...] = ()  # a list would be put back for each run
 
-    def __call__(self, x: Tensor) -> Tensor:
-        from funshard import _torch
-
-        self.refs += (weakref.ref(_torch.unwrap(x).untyped_storage()),)
-        return x
-
-    def alive(self) -> int:
-        return len({id(ref()) for ref in self.refs if ref() is not None})
+    @classmethod
+    def alive(cls) -> int:
+        return len({id(ref()) for ref in cls.refs if ref() is not None})
 
 
-HELD = Held()
+def held(x: Tensor) -> Tensor:
+    HELD.refs += (weakref.ref(_torch.unwrap(x).untyped_storage()),)
+    return x
 
 
 def watched(w: Tensor) -> Tensor:
-    h = HELD(fs.checkpoint_name(w @ w, "h"))
-    return (HELD(torch.tanh(h)) @ w).sum()
+    h = held(fs.checkpoint_name(w @ w, "h"))
+    return (held(torch.tanh(h)) @ w).sum()
 
 
 def test_what_is_kept_goes_when_it_was_used() -> None:
@@ -485,11 +477,10 @@ def test_the_peak_is_between_all_and_nothing(way: str) -> None:
     model, x = gpt(depth(5, 8)), torch.randn(2, 64, 16, dtype=torch.float64)
     peaks, results = [], []
     for remat in CHOICES.values():
-        spec = fs.by_type(Block, p=fs.P("shard", remat=remat))(model).bound
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_type(Block, p=fs.P("shard", remat=remat)), model)
         torch.manual_seed(1)
         with no_collector(), Peak() as peak:
-            results.append(WAYS[way](lambda p, spec=spec: fs.functional_call(model, p, x, spec=spec).square().mean())(params))
+            results.append(WAYS[way](loss_of(model, spec, x))(params))
         peaks.append(peak.bytes)
     none, products, full = peaks[0], peaks[2], peaks[3]
     assert full < peaks[1] < products < none
@@ -561,17 +552,11 @@ def test_units_on_two_ranks(rank: int, strategy: str) -> None:
     for way in dealt(strategy, STRATEGIES, WAYS):
         results = {}
         for name, remat in CHOICES.items():
-            spec = fs.by_type(Block, p=STRATEGIES[strategy](remat))(model).bound
-            params = fs.shard(model, spec)
-            torch.manual_seed(rank)
-
-            def loss(p: Any, spec: fs.PartitionSpec = spec) -> Tensor:
-                return fs.functional_call(model, p, xs[rank], spec=spec).square().mean()
-
+            spec, params = shards_of(fs.by_type(Block, p=STRATEGIES[strategy](remat)), model)
             for call in ("first", "later"):
                 torch.manual_seed(rank)
                 with Kernels() as kernels, Collectives() as sent:
-                    results[name, call] = WAYS[way](loss)(params)
+                    results[name, call] = WAYS[way](loss_of(model, spec, xs[rank]))(params)
                 ran = kernels.ops + Counter({"sent": len(sent.all)})
                 assert call == "first" or counts[name] == ran, (name, way, counts[name] - ran, ran - counts[name])
                 counts[name] = ran
@@ -585,18 +570,16 @@ def test_units_on_two_ranks(rank: int, strategy: str) -> None:
         assert counts["names"]["sent"] == counts["products"]["sent"] == counts["full"]["sent"]
 
 
-class Talks(nn.Module):
-    """Units within a unit, and a collective of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.one(x))
-        return fs.checkpoint_name(self.two(h - collectives.all_reduce(h.detach(), MESH["shard"])), "h")
+def less_its_sum(h: Tensor) -> Tensor:
+    return h - collectives.all_reduce(h.detach(), MESH["shard"])
 
 
+Talks = module_class(
+    "Talks",
+    lambda: {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)},
+    lambda self, x: fs.checkpoint_name(self.two(less_its_sum(torch.tanh(self.one(x)))), "h"),
+)
+"""Units within a unit, and a collective of its own."""
 MESH: dict[str, Any] = {}
 
 
@@ -608,13 +591,10 @@ def test_collectives_run_on_all_ranks_or_none(rank: int) -> None:
     seen = []
     saves = (None, frozenset({"h"}), lambda op: "c10d" in str(op), lambda op: True)
     for save, way in some(itertools.product(saves, ("fs.grad", "torch.func.grad")), 1):
-        p = fs.P("shard", remat=fs.Remat(save))
-        spec = fs.by_path({"*": p, "*.two": fs.P("shard")})(model).bound
+        spec, params = shards_of(fs.by_path({"*": fs.P("shard", remat=fs.Remat(save)), "*.two": fs.P("shard")}), model)
         MESH.update(spec.bound_mesh.axes)
         with Collectives() as sent:
-            grads = WAYS[way](lambda p, spec=spec: fs.functional_call(model, p, x, spec=spec).square().sum())(
-                fs.shard(model, spec)
-            )
+            grads = WAYS[way](loss_of(model, spec, x))(params)
         seen.append((grads, sorted(sent.all)))
     for grads, sent in seen:
         equal(grads, seen[0][0])
@@ -624,17 +604,14 @@ def test_collectives_run_on_all_ranks_or_none(rank: int) -> None:
 
 @at_most(7)
 @pytest.mark.filterwarnings("ignore::funshard._call.buffers.BufferWarning")
-@each
-@pytest.mark.parametrize("way", ["backward", "func"])
-@pytest.mark.parametrize("name", CASES)
+@each(name=CASES, way=["fs.grad", "torch.func.grad"])
 def test_state_that_passes_by_other_ways(name: str, way: str) -> None:
     """The cases of test_recompute.py: state, hooks, buffers, random numbers of all kinds, with the products saved."""
     results = []
     for remat in (True, fs.Remat(PRODUCTS), fs.Remat(lambda op: op is aten.sin.default)):
         model, x, full, _ = made(name)
         spec = policy(model, fs.P("shard", remat=remat)).bound
-        loss = lambda p, model=model, x=x, spec=spec: (fs.functional_call(model, p, x[0], spec=spec) ** 2).sum()  # noqa: E731
-        results.append((fs.grad if way == "backward" else torch.func.grad)(seed(loss))(fs.shard(full, spec)))
+        results.append(WAYS[way](seed(loss_of(model, spec, x[0])))(fs.shard(full, spec)))
     equal(results[1], results[0])
     equal(results[2], results[0])
 
@@ -693,9 +670,7 @@ class Around(nn.Module):
 def six_steps(remat: Any) -> list[fs.Params]:
     torch.manual_seed(0)
     model = Around().double()
-    spec = fs.by_type(ManyInManyOut, p=fs.P("shard", remat=remat))(model).bound
-    params = fs.shard(model, spec)
-    return [fs.grad(lambda p: fs.functional_call(model, p, X, spec=spec))(params) for _ in range(6)]
+    return [gradient_of(fs.by_type(ManyInManyOut, p=fs.P("shard", remat=remat)), model, X) for _ in range(6)]
 
 
 def test_what_goes_in_and_out_of_a_checkpoint() -> None:
@@ -711,9 +686,8 @@ def test_what_goes_in_and_out_of_a_checkpoint() -> None:
 def test_an_exception_in_a_run_leaves_nothing(when: str, remat: Any) -> None:
     """``test_clears_state_on_error_in_forward``, and in the run again: it is the caller's, and the next step is a clean one."""
     model = Around().double()
-    spec = fs.by_type(ManyInManyOut, p=fs.P("shard", remat=remat))(model).bound
-    params, before = fs.shard(model, spec), dict(vars(model.inner))
-    step = fs.grad(lambda p: fs.functional_call(model, p, X, spec=spec))
+    spec, params = shards_of(fs.by_type(ManyInManyOut, p=fs.P("shard", remat=remat)), model)
+    step, before = fs.grad(loss_of(model, spec, X)), dict(vars(model.inner))
     torch.manual_seed(1)
     expected = step(params)
     model.inner.fails, FLAG["calls"] = when, 0

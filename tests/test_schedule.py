@@ -8,7 +8,7 @@ import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeVar, cast
 from unittest import mock
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from collective_log import Collectives, world
 from depth import at_most, each, every, mark_seldom, some
 from models import module_class, unchanged
-from parity import WAYS, average_gradients, numbers, same
+from parity import WAYS, average_gradients, loss_of, numbers, same, shards_of, square_sum
 from peer_models import MLP, Net, Order, Outer, chain, frozen
 from ranks import real_ranks
 from test_memory import Alive
@@ -56,17 +56,17 @@ CLOSE = P("shard", align=1)
 """Units of different lengths, by which these tests tell them apart, have slices of different lengths."""
 
 
-class SideBySide(nn.Module):
-    """The middle unit's output is not in the loss: cut off, or left out."""
+def beside(x: Tensor, b: nn.Module, c: nn.Module, cut: bool) -> tuple[Tensor, Tensor]:
+    side = b(x)
+    return c(x), side.detach() if cut else side
 
-    def __init__(self, cut: bool) -> None:
-        super().__init__()
-        self.cut, self.a, self.b, self.c = cut, MLP(5, 11), MLP(5, 7), MLP(5, 8)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.a(x)
-        side = self.b(x)
-        return self.c(x), side.detach() if self.cut else side
+SideBySide = module_class(
+    "SideBySide",
+    lambda cut: {"cut": cut, "a": MLP(5, 11), "b": MLP(5, 7), "c": MLP(5, 8)},
+    lambda self, x: beside(self.a(x), self.b, self.c, self.cut),
+)
+"""The middle unit's output is not in the loss: cut off, or left out."""
 
 
 @contextlib.contextmanager
@@ -136,15 +136,14 @@ Mode = TypeVar("Mode", bound=OfUnits)
 
 def step_in(mode: Mode, model: nn.Module, spec: fs.PartitionSpec, way: str, **options: int) -> Mode:
     """The mode after one step within."""
-    params = fs.shard(model, spec)
 
-    def loss(params: dict[str, Tensor]) -> Tensor:
-        y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, **options)
+    def turned(y: Any) -> Tensor:
         mode.turn()
         return (y if isinstance(y, Tensor) else y[0]).sum()
 
+    params = fs.shard(model, spec)
     with mode:
-        WAYS[way](loss)(params)
+        WAYS[way](loss_of(model, spec, numbers(0, 0), of=turned, **options))(params)
     return mode
 
 
@@ -203,8 +202,7 @@ def test_two_forwards_and_one_backward(prefetch: int) -> None:
     with units_of(model) as spec:
         params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
         with Events(spec) as events:
-            call = lambda x: fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch).sum()  # noqa: E731
-            losses = [call(numbers(0, step)) for step in range(2)]
+            losses = [loss_of(model, spec, numbers(0, step), prefetch=prefetch)(params) for step in range(2)]
             events.turn()
             torch.autograd.backward(losses)
         assert events.forward == 2 * lines(FORWARD[prefetch])
@@ -353,10 +351,9 @@ def test_a_unit_around_the_next_one_is_gathered_once_in_backward(prefetch: int) 
     """It was gathered ahead, dropped when backward came to the unit inside, and gathered again."""
     with world(8):
         model = nn.Sequential(*(InnerLast(8 + i) for i in range(3))).double()
-        spec = fs.by_type(InnerLast, MLP, p=CLOSE)(model).bound
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_type(InnerLast, MLP, p=CLOSE), model)
         with Collectives() as sent:
-            fs.grad(lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec, prefetch=prefetch).sum())(params)
+            fs.grad(loss_of(model, spec, numbers(0, 0), prefetch=prefetch))(params)
         once = 3  # forward hands the last block and its inner unit to backward, which does not read the first block's weight
         assert Counter(one.op for one in sent.all)["all_gather"] == 2 * len(spec) - once
 
@@ -410,19 +407,6 @@ class WithBuffers(nn.Module):
         return self.early(self.late(self.early(x)) if twice else x)
 
 
-class Depends(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.a = how, nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "branch":
-            return self.a(x) if x.sum() > 0 else x
-        if self.how == "item":
-            return self.a(x) * x.sum().item()
-        return self.a(x[x > 0].view(-1, 1).expand(-1, 5))
-
-
 @pytest.mark.parametrize("where", ["cpu", "meta"])
 def test_trace_order_names_what_forward_gathers(where: str) -> None:
     """In the order of use, also of another method; on any device, without a process group, and nothing is changed."""
@@ -457,10 +441,17 @@ def test_trace_order_leaves_out_what_is_not_gathered() -> None:
     assert fs.trace_order(model, ignoring(model), numbers(0, 0)) == ("", "blocks.1", "blocks.2")
 
 
-@pytest.mark.parametrize("how", ["branch", "item", "shape"])
+DEPENDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "branch": lambda self, x: self.a(x) if x.sum() > 0 else x,
+    "item": lambda self, x: self.a(x) * x.sum().item(),
+    "shape": lambda self, x: self.a(x[x > 0].view(-1, 1).expand(-1, 5)),
+}
+
+
+@pytest.mark.parametrize("how", DEPENDS)
 def test_trace_order_refuses_what_depends_on_values(how: str) -> None:
     """With the advice to give the order by hand; the model is as it was."""
-    model = Depends(how)
+    model = module_class("Depends", lambda: {"a": nn.Linear(5, 5)}, DEPENDS[how])()
     with unchanged(model), pytest.raises(RuntimeError, match=r"trace_order: expected.* on shapes.*spec\.ordered by hand"):
         fs.trace_order(model, fs.policies.always()(model), torch.randn(4, 5))
 
@@ -469,11 +460,10 @@ def test_ordered_specs_are_other_specs() -> None:
     """Equal, hashed and pickled by their order; an unknown name is named."""
     spec = fs.by_type(MLP, p=CLOSE)(Order("bca"))
     assert spec.order == ("", "a", "b", "c")
-    ordered = spec.ordered(iter(["", "b", "c", "a"]))
+    ordered, again = spec.ordered(iter(["", "b", "c", "a"])), spec.ordered(["", "b", "c", "a"])
     assert (ordered.order, spec.order) == (("", "b", "c", "a"), ("", "a", "b", "c"))
-    assert ordered not in (spec, spec.ordered(["", "b", "a", "c"]))
-    assert ordered == spec.ordered(["", "b", "c", "a"])
-    assert len({spec, ordered, spec.ordered(["", "b", "c", "a"]), spec.ordered([])}) == 3
+    assert ordered == again not in (spec, spec.ordered(["", "b", "a", "c"]))
+    assert len({spec, ordered, again, spec.ordered([])}) == 3
     assert pickle.loads(pickle.dumps(ordered)) == copy.deepcopy(ordered) == ordered
     assert pickle.loads(pickle.dumps(ordered)).order == ordered.order
     assert ordered.on({"shard": 4}).order == ordered.order
@@ -523,17 +513,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def step(model: nn.Module, spec: fs.PartitionSpec, way: str, x: Tensor, **options: Any) -> dict[str, Tensor]:
     """The gradients of the spec's trained units."""
     trained, rest = fs.partition(fs.shard(model, spec), spec)
-
-    def loss(params: dict[str, Tensor]) -> Tensor:
-        return (fs.functional_call(model, fs.combine(params, rest), (x,), spec=spec, **options) ** 2).mean()
-
-    return WAYS[way](loss)(trained)[0]
+    loss = loss_of(model, spec, x, **options)
+    return WAYS[way](lambda params: loss(fs.combine(params, rest)))(trained)[0]
 
 
 def plain(model: nn.Module, spec: fs.PartitionSpec, x: Tensor, rank: int) -> dict[str, Tensor]:
     """The same of the model itself, averaged over the ranks by hand."""
     model = copy.deepcopy(model)
-    (model(x) ** 2).mean().backward()
+    square_sum(model(x)).backward()
     shards = fs.shard(average_gradients(model), spec, rank=rank)
     return {unit.key: shards[unit.key] for unit in spec if unit.requires_grad}
 
@@ -597,10 +584,7 @@ def test_reductions_over_a_second_mesh(rank: int, p: P) -> None:
     for way, prefetch in product(WAYS, (0, 1)):
         trained = fs.shard(model, spec)
         with Groups() as groups:
-            y = WAYS[way](
-                lambda q, prefetch=prefetch: (fs.functional_call(model, q, (x,), spec=spec, prefetch=prefetch) ** 2).mean()
-            )
-            got, _ = y(trained)
+            got, _ = WAYS[way](loss_of(model, spec, x, prefetch=prefetch))(trained)
         same(got, expected, way)
         moved = {"broadcast": {one}, "all_to_all_single": {two}} if p.axes else {"all_reduce": {two}}
         assert groups.of == moved
@@ -614,17 +598,16 @@ def test_the_second_mesh_has_the_same_axes() -> None:
             spec.on(mesh, reductions=Mesh.of(other))
 
 
-class Cast(nn.Module):
+class Cast(nn.Sequential):
     """Layers of alternating dtypes."""
 
     def __init__(self, dtypes: list[torch.dtype]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(5, 5).to(dtype) for dtype in dtypes])
+        super().__init__(*(nn.Linear(5, 5).to(dtype) for dtype in dtypes))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype))
-        return x.double()
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self:
+            input = layer(input.to(layer.weight.dtype))
+        return input.double()
 
 
 def reduced(rank: int, model: nn.Module, bucket: int, way: str) -> list[tuple[int, int]]:
@@ -679,7 +662,7 @@ def test_an_interrupted_backward_leaves_nothing(rank: int, p: P) -> None:
         block.register_forward_hook(watch(i))
     for failing_now, prefetch in product(range(3), range(3)):
         params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
-        loss = (fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch) ** 2).mean()
+        loss = loss_of(model, spec, x, prefetch=prefetch)(params)
         failing = failing_now
         for _ in range(2):
             ran.clear()
@@ -702,7 +685,7 @@ class Moment:
     unreduced: int
     bytes: int
     event: str
-    running: set[str] = field(default_factory=set)
+    running: set[str]
 
 
 class Memory(OfUnits):
@@ -744,10 +727,10 @@ class Memory(OfUnits):
         return out
 
     def note(self, event: str) -> None:
-        units = [unit for ref, unit in self.buffers.values() if ref() is not None]
-        gathered = [unit for unit in units if unit is not None]
-        total = sum(ref().nbytes() for ref, _ in self.buffers.values() if ref() is not None)
-        self.now.append(Moment(gathered, units.count(None), total, event, {*self.running, *self.left}))
+        alive = [(storage.nbytes(), unit) for ref, unit in self.buffers.values() if (storage := ref()) is not None]
+        gathered = [unit for _, unit in alive if unit is not None]
+        total, running = sum(size for size, _ in alive), {*self.running, *self.left}
+        self.now.append(Moment(gathered, len(alive) - len(gathered), total, event, running))
 
     def turn(self) -> None:
         self.note("turn")

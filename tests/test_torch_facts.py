@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from collective_log import world
 from depth import at_most, mark_seldom, seldom
+from models import function
 from ranks import Pool
 from torch import Tensor, nn
 from torch._C import _functorch
@@ -45,6 +46,13 @@ def fake_group() -> Iterator[str]:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     assert dist.group.WORLD is not None
     yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=17))
+    yield
     dist.destroy_process_group()
 
 
@@ -133,19 +141,11 @@ def test_zero_tangents_arrive_without_memory() -> None:
     """Fact 3: jvp rules must materialise them."""
     seen = []
 
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x.clone()
+    def note(ctx: object, tangent: Tensor) -> Tensor:
+        seen.append(tangent._is_zerotensor())
+        return tangent
 
-        @staticmethod
-        def setup_context(ctx: object, inputs: object, output: object) -> None: ...
-
-        @staticmethod
-        def jvp(ctx: object, tangent: Tensor) -> Tensor:
-            seen.append(tangent._is_zerotensor())
-            return tangent
-
+    Probe = function(lambda x: x.clone(), jvp=note)
     jvp(lambda x, y: Probe.apply(grad(lambda z: (x * z).sum())(y)), (torch.ones(1), torch.ones(1)), (torch.zeros(1),) * 2)
     with torch.autograd.forward_ad.dual_level():
         Probe.apply(torch.autograd.forward_ad.make_dual(torch.ones(1), torch._efficientzerotensor(1)))
@@ -157,38 +157,25 @@ def test_zero_tangents_arrive_without_memory() -> None:
 
 
 def test_level_counts_transforms() -> None:
-    """`_torch.current_level` is 0 outside of torch.func and counts the transforms that run."""
-    seen = [_torch.current_level()]
+    """`_torch.current_level` is 0 outside of torch.func and counts the transforms that run.
+
+    `_torch.can_replace_saved_tensors` is true in plain autograd, or in a single reverse-mode transform.
+    """
+    x, seen = torch.ones(2), list[tuple[int, bool]]()
 
     def f(x: Tensor) -> Tensor:
-        seen.append(_torch.current_level())
+        seen.append((_torch.current_level(), _torch.can_replace_saved_tensors()))
         return x.sum()
 
-    grad(f)(torch.ones(2))
+    f(x)
+    grad(f)(x)
+    vjp(f, x)
+    torch.vmap(f)(torch.ones(2, 2))
     torch.vmap(grad(f))(torch.ones(2, 2))
-    assert seen == [0, 1, 2]
-    assert _torch.current_level() == 0
-
-
-def test_savable_only_in_one_transform() -> None:
-    """`_torch.can_replace_saved_tensors`: plain autograd, or a single reverse-mode transform."""
-    seen: dict[str, bool] = {"plain": _torch.can_replace_saved_tensors()}
-
-    def f(name: str) -> Callable[[Tensor], Tensor]:
-        def g(x: Tensor) -> Tensor:
-            seen[name] = _torch.can_replace_saved_tensors()
-            return x.sum()
-
-        return g
-
-    x = torch.ones(2)
-    grad(f("grad"))(x)
-    torch.func.vjp(f("vjp"), x)
-    torch.vmap(f("vmap"))(torch.ones(2, 2))
-    jvp(f("jvp"), (x,), (x,))
-    grad(lambda x: grad(f("grad of grad"))(x).sum())(x)
-    expected = {"plain": True, "grad": True, "vjp": True, "vmap": False, "jvp": False, "grad of grad": False}
-    assert seen == expected
+    jvp(f, (x,), (x,))
+    grad(lambda x: grad(f)(x).sum())(x)
+    f(x)
+    assert seen == [(0, True), (1, True), (1, True), (1, False), (2, False), (1, False), (2, False), (0, True)]
 
 
 def test_base_and_lower_unwrap() -> None:
@@ -216,19 +203,16 @@ def test_hooks_work_in_one_transform() -> None:
         seen.append(_torch.unwrap(tensor).clone())
         return tensor
 
-    def cube(y: Tensor) -> Tensor:
-        with (
-            pytest.raises(RuntimeError, match="saved tensor hooks"),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-        ):
+    def assert_off() -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with pytest.raises(RuntimeError, match="saved tensor hooks"), hooks:
             pass
+
+    def cube(y: Tensor) -> Tensor:
+        assert_off()
         with _torch.saved_tensor_hooks(pack, lambda t: 10 * t):
             out = (y * y * y).sum()
-        with (
-            pytest.raises(RuntimeError, match="saved tensor hooks"),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-        ):
-            pass  # off again, as it was
+        assert_off()  # again, as it was
         return out
 
     got = grad(cube)(x)
@@ -311,8 +295,6 @@ def test_without_graph_cuts_one_level() -> None:
 
 
 # --- What the schedule relies on ---
-
-
 def test_groups_by_name() -> None:
     """A process group is found by its name, and says what moves a device's tensors."""
     with world(3, rank=2):
@@ -452,26 +434,6 @@ def test_hooks_for_the_rest_of_a_node(by: Callable[..., Any] | None) -> None:
     assert len(saved) == count
 
 
-class Inner(torch.autograd.Function):
-    """The sine, whose backward is by torch.func, which refuses hooks."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        assert _torch.current_pack_hook() is not None
-        _torch.pop_saved_tensor_hooks()
-        assert _torch.current_pack_hook() is None
-        return torch.func.vjp(torch.sin, x)[1](g)[0]
-
-
 def test_hooks_of_a_tensor_are_seen() -> None:
     """Also in a transform; not the one that runs after a gradient was added, nor one that was removed."""
 
@@ -496,31 +458,23 @@ def test_hooks_of_a_node_can_be_taken_away() -> None:
         _torch.push_saved_tensor_hooks(lambda t: t, lambda t: t)
         return tensor
 
+    def by_torch_func(ctx: Any, g: Tensor) -> Tensor:
+        """It refuses hooks."""
+        (x,) = ctx.saved_tensors
+        assert _torch.current_pack_hook() is not None
+        _torch.pop_saved_tensor_hooks()
+        assert _torch.current_pack_hook() is None
+        return torch.func.vjp(torch.sin, x)[1](g)[0]
+
+    def save(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
     x = torch.ones(2, requires_grad=True)
     with _torch.saved_tensor_hooks(lambda t: t, push):
-        y = Inner.apply(x * 2)
+        y = function(lambda x: x.sin(), setup_context=save, backward=by_torch_func).apply(x * 2)
     (got,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     torch.testing.assert_close(got, 2 * (2 * x).cos())
     assert _torch.current_pack_hook() is None
-
-
-class Told(torch.autograd.Function):
-    """The same number, whose backward tells of which kind it is."""
-
-    told: list[tuple[bool, bool]] = []  # noqa: RUF012
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        Told.told.append((_torch.is_last_backward(_torch.current_level()), _torch.is_in_python_node()))
-        return g
 
 
 def test_last_backward() -> None:
@@ -543,6 +497,10 @@ def test_last_backward() -> None:
         out, told[:] = list(told), []
         return out
 
+    def tell_in_a_node(ctx: Any, g: Tensor) -> Tensor:
+        told.extend((_torch.is_last_backward(_torch.current_level()), _torch.is_in_python_node()))
+        return g
+
     x = torch.tensor(0.5)
     assert not _torch.is_last_backward(0)
     assert grad(sine)(x) == x.cos()
@@ -556,8 +514,8 @@ def test_last_backward() -> None:
     leaf = x.clone().requires_grad_()
     torch.autograd.grad(sine(leaf), leaf, create_graph=True)
     assert not any(asked())
-    grad(Told.apply)(x)
-    assert Told.told == [(True, True)]
+    grad(function(lambda x: x.clone(), backward=tell_in_a_node).apply)(x)
+    assert asked() == [True, True]
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.complex64])
@@ -694,23 +652,14 @@ def test_saved_outputs_hold_no_graph(name: str) -> None:
 def test_functions_keep_their_signature() -> None:
     """``apply`` fills in defaults from ``__signature__`` where forward has one: here one that forward itself does not have."""
 
-    class Scaled(_torch.Function):
-        @staticmethod
-        def forward(x: Tensor, by: float) -> Tensor:
-            return x * by
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.by = inputs[1]
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-            ctx.by = inputs[1]
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-            return g * ctx.by, None
-
+    Scaled = function(lambda x, by: x * by, _torch.Function, setup_context=keep, backward=lambda ctx, g: (g * ctx.by, None))
     kept = inspect.signature(Scaled.forward)
-    assert Scaled.forward.__signature__ is kept  # type: ignore[attr-defined]
+    assert Scaled.forward.__signature__ is kept
     by = kept.parameters["by"].replace(default=3.0)
-    Scaled.forward.__signature__ = kept.replace(parameters=[kept.parameters["x"], by])  # type: ignore[attr-defined]
+    Scaled.forward.__signature__ = kept.replace(parameters=[kept.parameters["x"], by])
     x = torch.ones(2, requires_grad=True)
     assert torch.equal(grad(lambda x: Scaled.apply(x).sum())(x.detach()), torch.full((2,), 3.0))
     assert torch.equal(torch.autograd.grad(Scaled.apply(x).sum(), x)[0], torch.full((2,), 3.0))
@@ -720,24 +669,20 @@ def test_functions_of_one_level() -> None:
     """A node of the running level's graph alone, which torch.func's own way through a Function would make a class for."""
     made: list[int] = []
 
-    class Doubled(_torch.LevelFunction):
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            made.append(_torch.current_level())
-            with _torch.below_transforms():
-                out = 2 * _torch.unwrap(x)
-            return _torch.wrap_at_level(out, _torch.current_level())
+    def forward(x: Tensor) -> Tensor:
+        made.append(_torch.current_level())
+        with _torch.below_transforms():
+            out = 2 * _torch.unwrap(x)
+        return _torch.wrap_at_level(out, _torch.current_level())
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-            ctx.level = _torch.level_of(inputs[0])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.level = _torch.level_of(inputs[0])
 
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            made.append(_torch.level_of(g) - ctx.level)
-            return 2 * g
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        made.append(_torch.level_of(g) - ctx.level)
+        return 2 * g
 
-    x = torch.ones(2)
+    x, Doubled = torch.ones(2), function(forward, _torch.LevelFunction, setup_context=setup_context, backward=backward)
     assert torch.equal(grad(lambda x: (Doubled.apply(x) ** 2).sum())(x), torch.full((2,), 8.0))
     assert torch.equal(torch.autograd.grad((Doubled.apply(x.requires_grad_()) ** 2).sum(), x)[0], torch.full((2,), 8.0))
     assert made == [1, 0, 0, 0]
@@ -876,19 +821,7 @@ def test_functions_lose_subclasses() -> None:
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    class Doubles(_torch.Function):
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return (x * 2).as_subclass(Tagged)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return grad * 2
-
+    Doubles = function(lambda x: (x * 2).as_subclass(Tagged), _torch.Function, backward=lambda ctx, g: g * 2)
     classes: list[type[Tensor]] = []
 
     def f(x: Tensor) -> Tensor:
@@ -1190,19 +1123,15 @@ def test_a_late_import_keeps_the_default_group(imported: str) -> None:
         assert done.stdout.startswith("True "), done.stderr
 
 
-def test_connect_store() -> None:
+def test_connect_store(group_of_one: None) -> None:
     """A connection of its own: the first value of a key stays, a counter takes negative numbers, and may be set."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        store, other = (_torch.connect_store("a", timedelta(seconds=1)) for _ in range(2))
-        assert store.compare_set("decision", "", "first") == b"first"
-        assert other.compare_set("decision", "", "second") == b"first"
-        assert store.add("count", 1 << 62) + store.add("count", -1) == (1 << 63) - 1
-        other.set("count", "0")
-        assert store.add("count", 2) == 2
-        assert not _torch.default_store().check(["count"])
-    finally:
-        dist.destroy_process_group()
+    store, other = (_torch.connect_store("a", timedelta(seconds=1)) for _ in range(2))
+    assert store.compare_set("decision", "", "first") == b"first"
+    assert other.compare_set("decision", "", "second") == b"first"
+    assert store.add("count", 1 << 62) + store.add("count", -1) == (1 << 63) - 1
+    other.set("count", "0")
+    assert store.add("count", 2) == 2
+    assert not _torch.default_store().check(["count"])
 
 
 def test_compiler_files_are_on_the_stack() -> None:
@@ -1230,50 +1159,39 @@ def test_compiler_files_are_on_the_stack() -> None:
     assert seen == [True, False]
 
 
-def test_default_store() -> None:
+def test_default_store(group_of_one: None) -> None:
     """It is a key-value store, whose wait for a key that nobody sets ends with a RuntimeError in time."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        store = _torch.default_store()
-        store.set("a", "1")
-        store.set("b", "2")
-        store.wait(["a", "b"], timedelta(seconds=1))
-        assert store.multi_get(["b", "a"]) == [b"2", b"1"]
-        assert store.delete_key("a")
-        with pytest.raises(RuntimeError):
-            store.wait(["a"], timedelta(seconds=0.01))
-    finally:
-        dist.destroy_process_group()
+    store = _torch.default_store()
+    store.set("a", "1")
+    store.set("b", "2")
+    store.wait(["a", "b"], timedelta(seconds=1))
+    assert store.multi_get(["b", "a"]) == [b"2", b"1"]
+    assert store.delete_key("a")
+    with pytest.raises(RuntimeError):
+        store.wait(["a"], timedelta(seconds=0.01))
 
 
-def test_group_timeout() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=17))
-    try:
-        assert dist.group.WORLD is not None
-        assert _torch.group_timeout(dist.group.WORLD) == timedelta(seconds=17)
-    finally:
-        dist.destroy_process_group()
+def test_group_timeout(group_of_one: None) -> None:
+    """That with which it was made."""
+    assert dist.group.WORLD is not None
+    assert _torch.group_timeout(dist.group.WORLD) == timedelta(seconds=17)
 
 
-def test_an_unregistered_gloo_backend() -> None:
+def test_an_unregistered_gloo_backend(group_of_one: None) -> None:
     """It computes what torch.distributed's groups do, is in none of torch's lists, and has the collectives of a backend."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        names = dict(dist.distributed_c10d._world.pg_names)
-        group = _torch.make_unregistered_gloo("a/", 0, 1, timedelta(seconds=5))
-        assert dist.distributed_c10d._world.pg_names == names
-        x, maximum = torch.tensor([1, -2]), dist.AllreduceOptions()
-        maximum.reduceOp = dist.ReduceOp.MAX
-        group.allreduce([x], maximum).wait()
-        gathered = [torch.empty_like(x)]
-        group.allgather([gathered], [x]).wait()
-        to_first = dist.GatherOptions()
-        to_first.rootRank = 0
-        group.gather([gathered], [x], to_first).wait()
-        group.broadcast([x], dist.BroadcastOptions()).wait()
-        assert [x.tolist(), gathered[0].tolist()] == [[1, -2]] * 2
-    finally:
-        dist.destroy_process_group()
+    names = dict(dist.distributed_c10d._world.pg_names)
+    group = _torch.make_unregistered_gloo("a/", 0, 1, timedelta(seconds=5))
+    assert dist.distributed_c10d._world.pg_names == names
+    x, maximum = torch.tensor([1, -2]), dist.AllreduceOptions()
+    maximum.reduceOp = dist.ReduceOp.MAX
+    group.allreduce([x], maximum).wait()
+    gathered = [torch.empty_like(x)]
+    group.allgather([gathered], [x]).wait()
+    to_first = dist.GatherOptions()
+    to_first.rootRank = 0
+    group.gather([gathered], [x], to_first).wait()
+    group.broadcast([x], dist.BroadcastOptions()).wait()
+    assert [x.tolist(), gathered[0].tolist()] == [[1, -2]] * 2
 
 
 def test_no_grad_in_forward_mode() -> None:
@@ -1341,8 +1259,6 @@ def test_leaves_of_transforms() -> None:
 
 
 # --- torch.compile ---
-
-
 @pytest.mark.parametrize(
     ("given", "options"),
     [
