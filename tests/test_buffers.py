@@ -12,7 +12,7 @@ import pytest
 import torch
 from depth import at_most, depth, each, every, pairs, seldom
 from models import EXACT, refused, unchanged
-from parity import strategies
+from parity import gradient, gradient_of, loss_of, shards_of, strategies
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -96,8 +96,7 @@ def test_changes_that_are_lost_are_said_once(kind: str, way: str, remat: bool) -
     """Naming the buffers, at the caller's line, the first time that a model loses any."""
     make, shape, match = CHANGED[kind]
     model, x = make(), torch.randn(shape)
-    spec = fs.by_type(Block, Counts, p=fs.P("shard", remat=remat))(model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(Block, Counts, p=fs.P("shard", remat=remat)), model)
     step = WAYS[way](lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())
     with unchanged(model):
         with pytest.warns(fs._call.buffers.BufferWarning, match=match) as caught:
@@ -109,14 +108,16 @@ def test_changes_that_are_lost_are_said_once(kind: str, way: str, remat: bool) -
 @every(remat=[False, True], kind=UNCHANGED)
 def test_nothing_is_said_where_nothing_is_lost(kind: str, remat: bool) -> None:
     """Of constants, of what is in eval mode, and of buffers that are given."""
-    model, x = UNCHANGED[kind](), torch.randn(4, 3)
+    model, policy, x = UNCHANGED[kind](), fs.by_type(Block, Counts, p=fs.P("shard", remat=remat)), torch.randn(4, 3)
     model.register_buffer("table", torch.ones(3))
-    spec = fs.by_type(Block, Counts, p=fs.P("shard", remat=remat))(model)
-    fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())(fs.shard(model, spec))
+    gradient_of(policy, model, x)
     model = with_batch_norm()
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    spec = fs.by_type(Block, Counts, p=fs.P("shard", remat=remat))(model)
-    fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec, buffers=buffers).sum())(fs.shard(model, spec))
+    gradient_of(policy, model, x, buffers=copies(model))
+
+
+def copies(model: nn.Module) -> Tree:
+    """Of its buffers, to be given."""
+    return {name: b.clone() for name, b in model.named_buffers()}
 
 
 def test_some_buffers_given() -> None:
@@ -127,17 +128,16 @@ def test_some_buffers_given() -> None:
     words = r"buffers '1\.1\.running_mean', '1\.1\.running_var', '1\.1\.num_batches_tracked' in"
     with pytest.warns(fs._call.buffers.BufferWarning, match=words):
         fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec, buffers=given)
-    with pytest.raises(ValueError, match=r"buffer '1\.nothing' is not in the model"):
-        fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec, buffers={"1.nothing": torch.ones(3)})
+    call = loss_of(model, spec, torch.randn(4, 3), buffers={"1.nothing": torch.ones(3)})
+    refused(ValueError, r"buffer '1\.nothing' is not in the model", lambda: call(fs.shard(model, spec)))
 
 
 @seldom
 def test_said_in_a_compiled_call() -> None:
     """When it is traced."""
     model, x = with_batch_norm()[: depth(1, 2)], torch.randn(4, 3)
-    spec = fs.policies.whole()(model)
-    params = fs.shard(model, spec)
-    step = torch.compile(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum(), backend="eager", fullgraph=True)
+    spec, params = shards_of(fs.policies.whole(), model)
+    step = torch.compile(loss_of(model, spec, x), backend="eager", fullgraph=True)
     with pytest.warns(fs._call.buffers.BufferWarning, match=r"'0\.1\.running_mean'"):
         step(params)
     step(params)
@@ -161,8 +161,8 @@ def test_pure_form(rank: int, way: str, strategy: str) -> None:
     torch.manual_seed(0)
     model = with_batch_norm().double()
     spec = fs.by_type(Block, p=STRATEGIES[strategy])(model).bound
-    params, buffers = fs.shard(model, spec), {name: b.clone() for name, b in model.named_buffers()}
-    full, theirs = {n: p.detach() for n, p in model.named_parameters()}, {n: b.clone() for n, b in model.named_buffers()}
+    params, buffers, theirs = fs.shard(model, spec), copies(model), copies(model)
+    full = {n: p.detach() for n, p in model.named_parameters()}
     xs = torch.randn(3, 2, 4, 3, dtype=torch.float64)[:, rank]
 
     def loss(params: Tree, buffers: Tree, x: Tensor) -> tuple[Tensor, Tree]:
@@ -193,14 +193,9 @@ def test_buffers_from_outside(rank: int) -> None:
     results, plain = [], depth("eager", "aot_eager")
     ways = [lambda f: f, lambda f: fs.compile(f, backend="aot_eager"), lambda f: torch.compile(f, backend=plain)]
     for compiled in ways:
-        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        buffers = copies(model)
         given = dict(buffers)
-
-        def step(params: Tree, x: Tensor, buffers=buffers) -> tuple[Tree, Tensor]:
-            loss = lambda p: (fs.functional_call(model, p, x, spec=spec, buffers=buffers) ** 2).mean()  # noqa: E731
-            return fs.grad_and_value(loss)(params)
-
-        run = compiled(step)
+        run = compiled(lambda params, x, b=buffers: fs.grad_and_value(loss_of(model, spec, x, buffers=b))(params))
         with unchanged(model):
             results.append(([run(params, x + i) for i in range(2)], buffers))
         assert all(buffers[name] is b for name, b in given.items())
@@ -258,9 +253,8 @@ INITIAL = (
 
 def trained(model: nn.Module) -> tuple[fs.PartitionSpec, Tree, Tree]:
     """Train a step with ``buffers=``; return spec, params and buffers."""
-    spec = fs.by_type(Block)(model)
-    params, buffers = fs.shard(model, spec), {name: b.clone() for name, b in model.named_buffers()}
-    fs.grad(lambda p: fs.functional_call(model.train(), p, (torch.randn(4, 3),), spec=spec, buffers=buffers).sum())(params)
+    (spec, params), buffers = shards_of(fs.by_type(Block), model), copies(model)
+    fs.grad(loss_of(model.train(), spec, torch.randn(4, 3), buffers=buffers))(params)
     return spec, params, buffers
 
 
@@ -277,9 +271,7 @@ def test_evaluation_without_the_statistics_of_training_is_said_once() -> None:
 def test_evaluation_with_statistics_that_are_meant_is_not_warned_of() -> None:
     """Pretrained ones, those that were copied into the model after training, and those of layers that are frozen."""
     x = torch.randn(4, 3)
-    model = pretrained().eval()
-    spec = fs.by_type(Block)(model)
-    fs.functional_call(model, fs.shard(model, spec), (x,), spec=spec)
+    gradient_of(fs.by_type(Block), pretrained().eval(), x)
     for assign in (False, True):
         model = pretrained()
         spec, params, buffers = trained(model)
@@ -294,10 +286,9 @@ def test_stale_statistics_of_few_layers_are_named_alone() -> None:
     """A new head on a pretrained body."""
     model = pretrained()
     model[1] = with_batch_norm()[1]
-    spec = fs.by_type(Block)(model)
     words = r"own '1\.1\.running_mean', '1\.1\.running_var': they are those of a new model"
     with pytest.warns(fs._call.buffers.BufferWarning, match=words):
-        fs.functional_call(model.eval(), fs.shard(model, spec), (torch.randn(4, 3),), spec=spec)
+        gradient_of(fs.by_type(Block), model.eval(), torch.randn(4, 3))
 
 
 # --- attributes (LAWS R10): put back, returned where asked for, or an error that names them ---
@@ -359,29 +350,25 @@ def build(make: Callable[[], nn.Module], p: P = STRATEGIES["shard"]) -> tuple[nn
     return model, spec, fs.shard(model, spec), torch.randn(3, 4, dtype=torch.float64)
 
 
-def plain(model: nn.Module, loss: Callable[[], Tensor]) -> fs.Params:
-    names, params = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss(), params), strict=True))
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @real_ranks(2)
 def test_an_auxiliary_loss_in_an_attribute(rank: int, strategy: str) -> None:
     """An error by name; right where it is asked for."""
     model, spec, params, x = build(Router, STRATEGIES[strategy])
-    want = plain(model, lambda: model(x).square().mean() + sum(m.aux_loss for m in model))
+    want = gradient(model(x).square().sum() + sum(m.aux_loss for m in model), dict(model.named_parameters()))
     for module in model:
         module.aux_loss = 0.0
     for grad in (fs.grad, torch.func.grad):
         words = r"graph in attribute 'aux_loss' of module '0'.*expected attributes=\('0.aux_loss',"
-        refused(RuntimeError, words, lambda: grad(lambda q: fs.functional_call(model, q, x, spec=spec).square().mean())(params))
+        refused(RuntimeError, words, lambda: grad(loss_of(model, spec, x))(params))
 
-        def loss(q: fs.Params) -> Tensor:
-            out, left = fs.functional_call(model, q, x, spec=spec, attributes=("*.aux_loss", "0.calls"))
+        def total(results: Any) -> Tensor:
+            out, left = results
             assert list(left) == ["0.aux_loss", "0.calls", "1.aux_loss"]
             assert left["0.calls"] == 2
-            return out.square().mean() + left["0.aux_loss"] + left["1.aux_loss"]
+            return out.square().sum() + left["0.aux_loss"] + left["1.aux_loss"]
 
+        loss = loss_of(model, spec, x, of=total, attributes=("*.aux_loss", "0.calls"))
         torch.testing.assert_close(fs.unshard(grad(loss)(params), spec), want, **EXACT)
         assert [m.aux_loss for m in model] == [0.0, 0.0]
 
@@ -416,7 +403,7 @@ def test_what_a_container_of_a_module_caches(kind: str, strategy: str) -> None:
         ):
             grads.append(grad(lambda q: call(q).square().mean())(params))
         assert [m.cache for m in model] == [empty, empty]
-    want = plain(model, lambda: model(x).square().mean())
+    want = gradient(model(x).square().mean(), dict(model.named_parameters()))
     for one in grads:
         torch.testing.assert_close(fs.unshard(one, spec), want, **EXACT)
 
@@ -446,7 +433,7 @@ def test_losses_that_the_model_itself_collects(how: str, strategy: str) -> None:
     spec = fs.by_type(Router, p=STRATEGIES[strategy])(model)
     params = fs.shard(model, spec)
     for grad in (fs.grad, torch.func.grad):
-        run = grad(lambda q: fs.functional_call(model, q, x, spec=spec))
+        run = grad(loss_of(model, spec, x, of=torch.sum))
         if how == "left":
             refused(RuntimeError, "graph in attribute 'losses' of module ''", lambda: run(params))
         else:
@@ -454,7 +441,7 @@ def test_losses_that_the_model_itself_collects(how: str, strategy: str) -> None:
             assert model.losses == []
             assert [router.aux_loss for router in model.routers] == [0.0, 0.0]
             twin = copy.deepcopy(model)
-            torch.testing.assert_close(fs.unshard(grads, spec), plain(twin, lambda twin=twin: twin(x)), **EXACT)
+            torch.testing.assert_close(fs.unshard(grads, spec), gradient(twin(x), dict(twin.named_parameters())), **EXACT)
 
 
 def test_containers_are_put_back_after_an_error() -> None:
@@ -466,7 +453,7 @@ def test_containers_are_put_back_after_an_error() -> None:
 def test_attributes_that_are_set_between_calls() -> None:
     """What is watched is what the model has in this call: a container is put back, and a list of weights refused."""
     model, spec, params, x = build(lambda: Cached("dict"))
-    loss = lambda q: fs.functional_call(model, q, x, spec=spec).square().mean()  # noqa: E731
+    loss = loss_of(model, spec, x)
     expected = fs.grad(loss)(params)
     model[0].cache = {}
     for _ in range(2):
@@ -483,9 +470,7 @@ def test_attributes_that_are_set_between_calls() -> None:
 def test_a_second_product_of_the_hessian() -> None:
     """The first one leaves no tensor of an ended transform in the model."""
     model, spec, params, x = build(lambda: Cached("dict"))
-    v = fs.random_like(params, spec, 0)
-    loss = lambda q: fs.functional_call(model, q, x, spec=spec).square().mean()  # noqa: E731
-    first, second = fs.hvp(loss, params, v), fs.hvp(loss, params, v)
+    first, second = (fs.hvp(loss_of(model, spec, x), params, fs.random_like(params, spec, 0)) for _ in range(2))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
@@ -494,11 +479,11 @@ def test_a_buffer_that_goes_with_an_attribute() -> None:
     model, spec, params, _ = build(Rotary)
     twin = build(Rotary)[0]
     xs = [torch.ones(n, 4).double() for n in (4, 16, 4)]
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    buffers = copies(model)
     with torch.no_grad():
         with pytest.raises(RuntimeError, match=r"sets attribute 'seen' of module '0' and registers its buffer 'freq' again"):
             [fs.functional_call(model, params, x, spec=spec, buffers=buffers) for x in xs]
-        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        buffers = copies(model)
         for x in xs:
             out, left = fs.functional_call(model, params, x, spec=spec, buffers=buffers, attributes=("*.seen",))
             assert torch.equal(out, twin(x))
@@ -541,16 +526,12 @@ HARMLESS = {"weight_norm": lambda: nn.utils.weight_norm(nn.Linear(4, 4)), "posit
 def test_what_libraries_leave_is_no_error(kind: str, strategy: str) -> None:
     """Weights that hooks compute anew in each forward, lists of weights, constants, and states where None was before."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(HARMLESS[kind]()).double().eval(), torch.randn(3, 4, dtype=torch.float64)
+    model = nn.Sequential(HARMLESS[kind]()).double().eval()
     torch.manual_seed(0)
     alone = nn.Sequential(HARMLESS[kind]()).double().eval()
-    spec = fs.policies.always(STRATEGIES[strategy])(model)
-    params = fs.shard(model, spec)
-    want = plain(alone, lambda: alone(x).square().mean())
-
-    def loss(q: fs.Params) -> Tensor:
-        return fs.functional_call(model, q, x, spec=spec).square().mean()
-
+    x = torch.randn(3, 4, dtype=torch.float64)
+    spec, params = shards_of(fs.policies.always(STRATEGIES[strategy]), model)
+    want, loss = gradient(alone(x).square().sum(), dict(alone.named_parameters())), loss_of(model, spec, x)
     torch.testing.assert_close(fs.unshard(fs.grad(loss)(params), spec), want, **EXACT)
     if kind == "positions" and strategy == "remat":  # in torch.func, a recomputed module does not tell what has a graph
         refused(RuntimeError, "'by_length'", lambda: torch.func.grad(loss)(params))

@@ -14,12 +14,11 @@ import pytest
 import torch
 from collective_log import SHORT, Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
-from models import Block, module_class
-from parity import STRATEGIES, WAYS
-from ranks import Pool, real_ranks
+from models import Block, function, module_class
+from parity import STRATEGIES, WAYS, loss_of
+from ranks import Pool, mesh_of, real_ranks
 from test_compiled import MODEL
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp
 from torch.fx.experimental.const_fold import split_const_subgraphs
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -40,7 +39,7 @@ def batch(rank: int, step: int, rows: int = 4) -> Tensor:
     return torch.randn(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def spec_on(strategy: str, mesh: Mesh | None = None) -> fs.PartitionSpec:
+def spec_on(strategy: str, mesh: Any = None) -> fs.PartitionSpec:
     spec = fs.by_type(Block, p=STRATEGIES[strategy])(MODEL)
     return spec.on(mesh) if mesh else spec.bound
 
@@ -50,7 +49,17 @@ def square(y: Tensor) -> Tensor:
 
 
 def sharded(spec: fs.PartitionSpec) -> Callable[[fs.Params, Tensor], Tensor]:
-    return lambda params, x: square(fs.functional_call(MODEL, params, (x,), spec=spec))
+    return lambda params, x: loss_of(MODEL, spec, x, of=square)(params)
+
+
+def training(spec: fs.PartitionSpec, way: str, optimizer: str = "adamw") -> Callable[[State, Tensor], tuple[State, Tensor]]:
+    """A step of a state and a batch: its gradients and an update."""
+
+    def step(state: State, x: Tensor) -> tuple[State, Tensor]:
+        grads, value = WAYS[way](loss_of(MODEL, spec, x, of=square))(state[0])
+        return OPTIMIZERS[optimizer][0](state, grads), value
+
+    return step
 
 
 def sgd(state: State, grads: fs.Params) -> State:
@@ -80,41 +89,35 @@ def start(full: nn.Module, spec: fs.PartitionSpec) -> State:
     return params, m, v, torch.zeros((), dtype=torch.float64)
 
 
-def check_traced_training(rank: int, ranks: int, spec: fs.PartitionSpec, way: str, optimizer: str) -> None:
-    """A step recorded once trains another model as the eager step does, and as torch's own optimizer the plain one."""
-    update, theirs = OPTIMIZERS[optimizer]
+@at_most(1)
+@each(optimizer=OPTIMIZERS, way=["fs", "torch.func"], strategy=STRATEGIES)
+@real_ranks(2)
+def test_traced_training(rank: int, strategy: str, way: str, optimizer: str) -> None:
+    """make_fx of a whole step, gradients and update, trains another model on other batches as the eager step does.
 
-    def step(state: State, x: Tensor) -> tuple[State, Tensor]:
-        grads, value = WAYS[way](lambda p: sharded(spec)(p, x))(state[0])
-        return update(state, grads), value
-
+    And as torch's own optimizer the plain one.
+    """
+    spec = spec_on(strategy)
+    step = training(spec, way, optimizer)
     graph = make_fx(step)(start(MODEL, spec), batch(rank, 0))
     plain = copy.deepcopy(MODEL)
     with torch.no_grad():
         for p in plain.parameters():
             p.copy_(p.flip(0))
     eager = traced = start(plain, spec)
-    optim = theirs(plain.parameters())
+    optim = OPTIMIZERS[optimizer][1](plain.parameters())
     for i in range(1, 4):
         eager, expected = step(eager, batch(rank, i))
         traced, value = graph(traced, batch(rank, i))
-        losses = [square(plain(batch(r, i))) for r in range(ranks)]
+        losses = [square(plain(batch(r, i))) for r in range(2)]
         assert_close(value, losses[rank].detach())
         assert_close(value, expected, rtol=1e-13, atol=0)
         optim.zero_grad()
-        (sum(losses) / ranks).backward()
+        (sum(losses) / 2).backward()
         optim.step()
         for a, b in zip(pytree.tree_leaves(traced), pytree.tree_leaves(eager), strict=True):
             assert_close(a, b, rtol=1e-13, atol=1e-15)
         assert_close(traced[0], fs.shard(plain, spec), msg=lambda m, i=i: f"after step {i}: {m}")
-
-
-@at_most(1)
-@each(optimizer=OPTIMIZERS, way=["fs", "torch.func"], strategy=STRATEGIES)
-@real_ranks(2)
-def test_traced_training(rank: int, strategy: str, way: str, optimizer: str) -> None:
-    """make_fx of a whole step, gradients and update, trains from other parameters on other batches."""
-    check_traced_training(rank, 2, spec_on(strategy), way, optimizer)
 
 
 def recorded(graph: torch.fx.Graph) -> list[str]:
@@ -133,14 +136,8 @@ def recorded(graph: torch.fx.Graph) -> list[str]:
 def test_a_traced_hsdp_step_sends_what_the_eager_one_does(strategy: str, way: str) -> None:
     """On a mesh of two axes: the same collectives, in the same order, one update and all."""
     with world(8):
-        mesh = Mesh.of(init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard")))
-        spec = spec_on(strategy, mesh)
-
-        def step(state: State, x: Tensor) -> tuple[State, Tensor]:
-            grads, value = WAYS[way](lambda p: sharded(spec)(p, x))(state[0])
-            return adamw(state, grads), value
-
-        state = start(MODEL, spec)
+        spec = spec_on(strategy, mesh_of(2, 4))
+        step, state = training(spec, way), start(MODEL, spec)
         with Collectives() as sent:
             step(state, batch(0, 0))
         ops = recorded(make_fx(step)(state, batch(0, 0)).graph)
@@ -162,10 +159,7 @@ def test_traced_buffers(rank: int) -> None:
 
     def step(params: fs.Params, buffers: fs.Params, x: Tensor) -> tuple[Any, ...]:
         updated = {name: b.clone() for name, b in buffers.items()}  # they are written in place
-
-        def loss(params: fs.Params) -> Tensor:
-            return square(fs.functional_call(module, params, (x,), spec=spec, buffers=updated).cos())
-
+        loss = loss_of(module, spec, x, of=lambda y: square(y.cos()), buffers=updated)
         return fs.grad_and_value(loss)(params), updated
 
     buffers = {name: b.clone() for name, b in module.named_buffers()}
@@ -228,21 +222,6 @@ def test_export_is_plain_operators(strategy: str, strict: bool) -> None:
         assert set(sizes) <= {4}
 
 
-class Twice(torch.autograd.Function):
-    """The least of custom Functions."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return Twice.apply(g)
-
-
 # --- torch.func.linearize ---
 LINEARIZED = {"loss": lambda loss: loss, "grad": grad, "fs.grad_and_value": fs.grad_and_value}
 
@@ -296,7 +275,7 @@ def test_functionalize_takes_no_custom_function() -> None:
         spec = spec_on("shard")
         params, x = fs.shard(MODEL, spec), batch(0, 0)
         for f in (
-            lambda: functionalize(Twice.apply)(torch.ones(2)),
+            lambda: functionalize(function(lambda x: 2 * x).apply)(torch.ones(2)),
             lambda: functionalize(lambda p: fs.functional_call(MODEL, p, (x,), spec=spec))(params),
             lambda: functionalize(fs.grad(sharded(spec)))(params, x),
             lambda: grad(functionalize(sharded(spec)))(params, x),
@@ -329,6 +308,9 @@ def jacobians(mesh: Mesh, x: Tensor) -> dict[str, Any]:
     shard = fs.shard(full_parameters(), one)[""]
     full = fs.unshard(params, spec)
 
+    def mean(h: Tensor) -> Tensor:
+        return fs.collectives.all_reduce(h, mesh["shard"])
+
     def outputs(x: Tensor) -> Tensor:
         return fs.functional_call(SMALL, params, (x,), spec=spec).flatten()
 
@@ -336,12 +318,8 @@ def jacobians(mesh: Mesh, x: Tensor) -> dict[str, Any]:
         return fs.functional_call(SMALL, {"": shard}, (x,), spec=one).flatten()
 
     return {
-        "mean hessian": pytree.tree_map(
-            lambda h: fs.collectives.all_reduce(h, mesh["shard"]), hessian(lambda p: square(small(p, x)))(full)
-        ),
-        "product": fs.hvp(
-            lambda p: square(fs.functional_call(SMALL, p, (x,), spec=spec)), params, fs.shard(directions(), spec)
-        ),
+        "mean hessian": pytree.tree_map(mean, hessian(lambda p: square(small(p, x)))(full)),
+        "product": fs.hvp(loss_of(SMALL, spec, x, of=square), params, fs.shard(directions(), spec)),
         "inputs reverse": jacrev(outputs)(x),
         "inputs forward": jacfwd(outputs)(x),
         "inputs hessian": hessian(lambda x: square(outputs(x)))(x),
@@ -376,8 +354,8 @@ def check_jacobians(mine: dict[str, Any], rank: int, ranks: int) -> None:
     mean_hessian = hessian(lambda p: sum(square(small(p, x)) for x in xs) / ranks)(full)
     same("mean hessian", mean_hessian)
     product = {
-        a: sum(torch.tensordot(mean_hessian[a][b], v, v.dim()) for b, v in directions().items()) for a in full
-    }  # fmt: skip
+        a: sum(torch.tensordot(of_a[b], v, v.dim()) for b, v in directions().items()) for a, of_a in mean_hessian.items()
+    }
     same("product", fs.shard(product, fs.policies.always()(SMALL).on({"shard": ranks}), rank=rank))
     same("inputs reverse", jacrev(lambda x: small(full, x).flatten())(x))
     same("inputs forward", jacrev(lambda x: small(full, x).flatten())(x))
