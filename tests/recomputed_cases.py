@@ -164,6 +164,11 @@ def both_ways(self: Any, x: Tensor, state: Any) -> Tensor:
     return x + sum(state) * len(self.shared)
 
 
+def clear(model: Any, x: Tensor, state: Any) -> None:
+    for block in model.blocks:
+        block.stats.clear()
+
+
 def share(model: Any, x: Tensor, state: Any) -> None:
     for block in model.blocks:
         block.shared = state
@@ -179,16 +184,13 @@ def scaled(self: Any, x: Tensor, state: Any) -> Tensor:
     return self.scale(self.lin(x).sin())
 
 
-def hook_all(model: Any) -> None:
+def hooked_model() -> nn.Module:
     """Activations by hooks, in a list that only the hooks and the head know."""
-    taken: list[Tensor] = []
-
-    def hook(module: nn.Module, args: Any, out: Tensor) -> None:
-        taken.append(out)
-
+    model: Any = Model(lambda self, x, state: x + self.lin(x).sin(), read=read_taken)
+    model.taken = taken = []
     for block in model.blocks:
-        block.lin.register_forward_hook(hook)
-    model.taken = taken
+        block.lin.register_forward_hook(lambda module, args, out: taken.append(out))
+    return model
 
 
 def read_taken(model: Any, state: Any) -> Any:
@@ -227,12 +229,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "generator": lambda: Model(in_generator, lambda: torch.Generator().manual_seed(3)),
     "python's random": lambda: Model(in_python_random),
     "aux loss on itself": lambda: Model(aux_attribute, read=lambda model, state: sum(b.aux for b in model.blocks)),
-    "list on itself": lambda: Model(
-        kept_list, read=lambda model, state: sum(b.kept.pop().sum() for b in model.blocks), kept=[]
-    ),
-    "dict on itself": lambda: Model(
-        counter, before=lambda model, x, state: [b.stats.clear() for b in model.blocks], stats=defaultdict(int)
-    ),
+    "list on itself": lambda: Model(kept_list, read=lambda model, _: sum(b.kept.pop().sum() for b in model.blocks), kept=[]),
+    "dict on itself": lambda: Model(counter, before=clear, stats=defaultdict(int)),
     "count on itself": lambda: Model(counted, read=lambda model, state: sum(block.count for block in model.blocks)),
     "argument and attribute": lambda: Model(both_ways, list, before=share),
     "given as attribute": lambda: Model(lambda self, x, state: self.lin(x + self.given).sin(), before=give),
@@ -240,14 +238,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "grad mode": lambda: Model(lambda self, x, state: self.lin(x).sin() * (2 if torch.is_grad_enabled() else 5)),
     "buffer replaced": lambda: nn.Sequential(Stateful(), Stateful(), nn.Linear(WIDTH, 1)),
     "buffer in place": lambda: nn.Sequential(Stateful(in_place=True), Stateful(in_place=True), nn.Linear(WIDTH, 1)),
+    "hooks": hooked_model,
 }
 
 
-def hooked_model() -> nn.Module:
-    model = Model(lambda self, x, state: x + self.lin(x).sin(), read=read_taken)
-    hook_all(model)
-    return model
-
-
-CASES["hooks"] = hooked_model
 REMAT = (Block, Stateful)

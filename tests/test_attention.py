@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import at_most, each, every, seldom
+from depth import at_most, each, every, mark_seldom, seldom
+from models import refused
+from orders import FIRST_AND_SECOND, ORDERS, cubes
+from parity import gradient_of, loss_of, shards_of
 from ranks import real_ranks
 from torch import Tensor, nn
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +30,6 @@ from funshard import P, _torch
 from funshard._transforms import sliced
 
 LENGTH, BLOCK = 11, 4
-Function = Callable[..., Any]
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -53,44 +55,11 @@ CASES: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = {
 }
 
 
-def cubes(f: Function) -> Function:
-    return lambda *xs: (f(*xs) ** 3).sum()
+AT_ORDERS = [*FIRST_AND_SECOND, "grad of jvp", "vmap of grad", "vmap over the last"]
 
 
-def hvp(f: Function, xs: Any, **options: Any) -> Any:
-    return fs.hvp(lambda p: cubes(f)(*p), xs, tuple(x.cos() for x in xs), **options)
-
-
-def by_double_backward(f: Function, xs: Any) -> Any:
-    leaves = [x.clone().requires_grad_() for x in xs]
-    first = torch.autograd.grad(cubes(f)(*leaves), leaves, create_graph=True)
-    return [g.detach() for g in first], torch.autograd.grad(sum((g**2).sum() for g in first), leaves)
-
-
-ORDERS: dict[str, Callable[[Function, tuple[Tensor, ...]], Any]] = {
-    "value": lambda f, xs: f(*xs),
-    "fs.grad": lambda f, xs: fs.grad(cubes(f), (0, 1, 2))(*xs),
-    "grad": lambda f, xs: grad(cubes(f), (0, 1, 2))(*xs),
-    "jvp": lambda f, xs: jvp(f, xs, tuple(x.cos() for x in xs)),
-    "hvp": hvp,
-    "hvp in reverse": lambda f, xs: hvp(f, xs, forward=False),
-    "grad of jvp": lambda f, xs: grad(lambda *xs: cubes(lambda *xs: jvp(f, xs, xs)[1])(*xs), (0, 1, 2))(*xs),
-    "third": lambda f, xs: grad(lambda xs: sum((g**2).sum() for g in hvp(f, xs)))(xs),
-    "vmap": lambda f, xs: vmap(grad(cubes(f), (0, 1, 2)), (3, None, 0))(
-        torch.stack([xs[0], xs[0].sin()], 3), xs[1], torch.stack([xs[2], xs[2].sin()])
-    ),
-    "plain autograd": by_double_backward,
-}
-
-
-@each(case=CASES, order=ORDERS)
-def test_equals_the_math_kernel(order: str, case: str) -> None:
-    """Masks, causal and not, grouped queries, another number of keys, rows that attend to nothing; at every order."""
-    xs, options = CASES[case]
-
-    def run() -> Any:
-        return ORDERS[order](lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options), xs)
-
+def as_math(run: Callable[[], Any]) -> None:
+    """In blocks the same as by the math kernel."""
     with sdpa_kernel(SDPBackend.MATH):
         want = run()
     with fs.transforms_attention(BLOCK):
@@ -99,16 +68,19 @@ def test_equals_the_math_kernel(order: str, case: str) -> None:
     assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
+@each(case=CASES, order=AT_ORDERS)
+def test_equals_the_math_kernel(order: str, case: str) -> None:
+    """Masks, causal and not, grouped queries, another number of keys, rows that attend to nothing; at every order."""
+    xs, options = CASES[case]
+    as_math(lambda: ORDERS[order](lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options), xs))
+
+
 def test_a_mask_has_its_derivative() -> None:
     """As a learnt bias by position, which all queries share or not."""
     xs = qkv()
     for shape in ((1, 4, LENGTH, LENGTH), (1, 1, 1, LENGTH)):
-        f = lambda bias: cubes(F.scaled_dot_product_attention)(*xs, bias)  # noqa: E731
         bias = numbers(*shape, seed=3)
-        with sdpa_kernel(SDPBackend.MATH):
-            want = fs.hvp(f, bias, bias.cos())
-        with fs.transforms_attention(BLOCK):
-            assert_close(fs.hvp(f, bias, bias.cos()), want, rtol=1e-9, atol=1e-9)
+        as_math(lambda b=bias: fs.hvp(lambda bias: cubes(F.scaled_dot_product_attention)(*xs, bias), b, b.cos()))
 
 
 @pytest.mark.parametrize("forward", [True, False])
@@ -159,13 +131,13 @@ def test_dropout_is_the_same_in_every_run() -> None:
 
 
 @at_most(3)
-@pytest.mark.parametrize("order", ["value", "fs.grad", "grad", "jvp", "hvp", "hvp in reverse", "third", "plain autograd"])
+@pytest.mark.parametrize("order", FIRST_AND_SECOND)
 def test_memory_is_linear_in_the_length(order: str) -> None:
     """No tensor has a number for each pair of query and key."""
     for length in (32, 64):
         xs = tuple(numbers(1, 1, length, 2, seed=i) for i in range(3))
         with fs.transforms_attention(8), Largest() as largest:
-            ORDERS[order](lambda q, k, v: F.scaled_dot_product_attention(q, k, v), xs)
+            ORDERS[order](F.scaled_dot_product_attention, xs)
         assert largest.numel <= 8 * length
 
 
@@ -211,16 +183,9 @@ def test_nested_contexts_and_other_threads(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("way", ["remat", "P(remat=True)"])
 def test_a_recomputed_call_has_the_attention_of_its_first_run(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """By blocks also where backward is outside of the context; torch's own where backward is inside, and forward was not."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)).double()
-    spec = fs.by_type(nn.TransformerEncoderLayer, p=P("shard", remat=True))(model).bound
-    x, params = numbers(2, LENGTH, 4), fs.shard(model, spec)
-
-    def run(params: fs.Params) -> Tensor:
-        if way == "remat":
-            return fs.remat(attend)(x * params["0"].sum())
-        return fs.functional_call(model, params, (x,), spec=spec).square().sum()
-
+    model, spec, (x, _) = layers(P("shard", remat=True), 1)
+    params = fs.shard(model, spec)
+    run = loss_of(model, spec, x) if way != "remat" else lambda params: fs.remat(attend)(x * params["0"].sum())
     with blocks_seen(monkeypatch) as seen:
         for forward, backward in ((True, False), (False, True)):
             leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
@@ -242,78 +207,52 @@ def test_multi_head_attention(options: dict[str, Any]) -> None:
     length = 10 * LENGTH
     x, mask = numbers(2, length, 8), nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
     options = {**options, "attn_mask": mask} if "is_causal" in options else options
-    f = lambda x: module(x, x, x, **options)[0].square().sum()  # noqa: E731
-    with sdpa_kernel(SDPBackend.MATH):
-        want = fs.hvp(f, x, x.cos())
+    product = lambda: fs.hvp(lambda x: module(x, x, x, **options)[0].square().sum(), x, x.cos())  # noqa: E731
+    as_math(product)
     with fs.transforms_attention(BLOCK), Largest() as largest:
-        got = fs.hvp(f, x, x.cos())
-    assert_close(got, want, rtol=1e-9, atol=1e-9)
+        product()
     assert options["need_weights"] or largest.numel < 2 * 2 * length * length  # or else it returns the scores
 
 
-def llama() -> tuple[nn.Module, Tensor]:
+def layers(p: P | None = None, count: int = 2) -> tuple[nn.Module, fs.PartitionSpec, Tensor]:
+    """Layers of torch's, and a batch for each of two ranks."""
+    torch.manual_seed(0)
+    blocks = (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True) for _ in range(count))
+    model = nn.Sequential(*blocks).double()
+    return model, fs.by_type(nn.TransformerEncoderLayer, p=p or P("shard"))(model).bound, numbers(2, 2, LENGTH, 4)
+
+
+MODELS = ["torch", "transformers", "transformers, padded"]
+
+
+def sharded(rank: int, name: str, p: P) -> tuple[fs.PartitionSpec, fs.Params, Callable[[fs.Params], Tensor]]:
+    """Torch's layers, or the loss at the defaults of transformers, for a batch without or with padding."""
+    if name == "torch":
+        model, spec, x = layers(p)
+        return spec, fs.shard(model, spec), loss_of(model, spec, x[rank])
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(vocab_size=16, num_hidden_layers=2, pad_token_id=0, **sizes)
-    return LlamaForCausalLM(config).double(), torch.randint(1, 16, (2, 2, LENGTH))
-
-
-def sharded_llama(model: nn.Module, ids: Tensor, spec: fs.PartitionSpec, *, padded: bool) -> dict[str, fs.Params]:
-    """Derivatives of its loss at the defaults of transformers, for a batch without and with padding."""
-    params = fs.shard(model, spec)
-    full = {name: x.detach().cos() for name, x in model.named_parameters()}
-    v = fs.shard(full, spec)
-    mask = (torch.arange(LENGTH) >= torch.tensor([[0], [3]])).long() if padded else None
-
-    def loss(params: fs.Params) -> Tensor:
-        kwargs = {"input_ids": ids, "labels": ids, "attention_mask": mask}
-        return fs.functional_call(model, params, (), kwargs, spec=spec).loss
-
-    out = {"grad": fs.grad(loss)(params), "hvp": fs.hvp(loss, params, v), "reverse": fs.hvp(loss, params, v, forward=False)}
-    return out | {"jvp": jvp(loss, (params,), (v,))[1]}
-
-
-@seldom
-@every(padded=[True, False], p=[P("shard", remat=True), P("shard"), P()])
-@real_ranks(2)
-def test_transformers_on_real_ranks(rank: int, p: P, padded: bool) -> None:
-    model, ids = llama()
-    spec = fs.by_type(type(model.model.layers[0]), p=p)(model).bound
-    with sdpa_kernel(SDPBackend.MATH):
-        want = sharded_llama(model, ids[rank], spec, padded=padded)
-    with fs.transforms_attention(BLOCK):
-        assert_close(sharded_llama(model, ids[rank], spec, padded=padded), want, rtol=1e-9, atol=1e-9)
-
-
-def layers(p: P | None = None) -> tuple[nn.Module, fs.PartitionSpec, Tensor]:
-    """Two layers, and a batch for each of two ranks."""
-    torch.manual_seed(0)
-    blocks = (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True) for _ in range(2))
-    model = nn.Sequential(*blocks).double()
-    return model, fs.by_type(nn.TransformerEncoderLayer, p=p or P("shard"))(model), numbers(2, 2, LENGTH, 4)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, num_hidden_layers=2, pad_token_id=0, **sizes)).double()
+    ids, mask = torch.randint(1, 16, (2, 2, LENGTH))[rank], (torch.arange(LENGTH) >= torch.tensor([[0], [3]])).long()
+    spec, params = shards_of(fs.by_type(type(model.model.layers[0]), p=p), model)
+    kwargs = {"input_ids": ids, "labels": ids, "attention_mask": mask if "padded" in name else None}
+    return spec, params, loss_of(model, spec, kwargs=kwargs, of=lambda out: out.loss)
 
 
 @at_most(1)
-@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), pytest.param(P(), marks=seldom)])
+@every(name=mark_seldom(MODELS, "torch"), p=[P("shard"), P("shard", remat=True), pytest.param(P(), marks=seldom)])
 @real_ranks(2)
-def test_on_real_ranks(rank: int, p: P) -> None:
-    model, spec, x = layers(p)
-    params = fs.shard(model, spec)
+def test_on_real_ranks(rank: int, name: str, p: P) -> None:
+    """Every derivative of the losses of sharded models, torch's own and one of transformers."""
+    spec, params, loss = sharded(rank, name, p)
     v = fs.random_like(params, spec, 0)
 
     def run() -> Any:
-        loss = lambda p: fs.functional_call(model, p, (x[rank],), spec=spec).square().mean()  # noqa: E731
-        first = fs.grad(loss)(params), fs.hvp(loss, params, v), fs.hvp(loss, params, v, forward=False)
-        return (
-            *first,
-            jvp(loss, (params,), (v,)),
-            grad(lambda p: sum((g**2).sum() for g in fs.hvp(loss, p, v).values()))(params),
-        )
+        twice = fs.hvp(loss, params, v), fs.hvp(loss, params, v, forward=False)
+        third = grad(lambda p: sum((g**2).sum() for g in fs.hvp(loss, p, v).values()))
+        return fs.grad(loss)(params), *twice, jvp(loss, (params,), (v,)), third(params)
 
-    with sdpa_kernel(SDPBackend.MATH):
-        want = run()
-    with fs.transforms_attention(BLOCK):
-        assert_close(run(), want, rtol=1e-9, atol=1e-9)
+    as_math(run)
 
 
 @seldom
@@ -323,7 +262,7 @@ def test_in_a_compiled_step() -> None:
     params = fs.shard(model, spec)
 
     def step(params: fs.Params, x: Tensor) -> Any:
-        loss = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
+        loss = loss_of(model, spec, x)
         return fs.grad(loss)(params), fs.hvp(loss, params, {k: p.cos() for k, p in params.items()})
 
     torch._dynamo.reset()
@@ -341,8 +280,7 @@ def test_inside_of_a_compiled_function_it_is_refused(compile_: Callable[..., Any
             return x.sin().cos()
 
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="expected it around the call"):
-        compile_(run, backend="aot_eager")(torch.ones(2))
+    refused(Exception, "expected it around the call", lambda: compile_(run, backend="aot_eager")(torch.ones(2)))
 
 
 @seldom
@@ -371,11 +309,9 @@ def test_a_context_is_left_where_it_was_entered() -> None:
 
 def test_a_compiled_unit_runs_without_compilation() -> None:
     model, spec, (x, _) = layers(P("shard", compile=fs.Compile(backend="eager")))
-    with (
-        fs.transforms_attention(BLOCK),
-        pytest.warns(fs._call.compiled_unit.CompileWarning, match="attention is that of fs.transforms_attention"),
-    ):
-        fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())(fs.shard(model, spec))
+    warned = pytest.warns(fs._call.compiled_unit.CompileWarning, match="attention is that of fs.transforms_attention")
+    with fs.transforms_attention(BLOCK), warned:
+        fs.grad(loss_of(model, spec, x))(fs.shard(model, spec))
 
 
 def test_refusals() -> None:
@@ -407,39 +343,9 @@ def rows_of(count: int) -> dict[str, Tensor]:
     return {"h": torch.randn(count, WIDTH, dtype=torch.float64, generator=generator), "y": y}
 
 
-def twice_by_autograd(loss: Loss, w: Tensor, h: Tensor) -> Any:
-    w, h = w.clone().requires_grad_(), h.clone().requires_grad_()
-    first = torch.autograd.grad(loss(w, h), (w, h), create_graph=True)
-    return *first, *torch.autograd.grad(sum((g**3).sum() for g in first), (w, h))
-
-
-def by_backward(loss: Loss, w: Tensor, h: Tensor) -> Any:
-    """Twice, the first time with a graph that is kept."""
-    w, h = w.clone().requires_grad_(), h.clone().requires_grad_()
-    value = loss(w, h)
-    first = torch.autograd.grad(value, (w, h), retain_graph=True)
-    return first, torch.autograd.grad(3 * value, (w, h))
-
-
-ORDERS_IN_SLICES: dict[str, Callable[[Loss, Tensor, Tensor], Any]] = {
-    "value": lambda loss, w, h: loss(w, h),
-    "grad": lambda loss, w, h: grad(loss, (0, 1))(w, h),
-    "fs.grad": lambda loss, w, h: fs.grad(loss, (0, 1))(w, h),
-    "jvp": lambda loss, w, h: jvp(loss, (w, h), (w.cos(), h.cos())),
-    "hvp": lambda loss, w, h: fs.hvp(lambda p: loss(*p), (w, h), (w.cos(), h.cos())),
-    "hvp in reverse": lambda loss, w, h: fs.hvp(lambda p: loss(*p), (w, h), (w.cos(), h.cos()), forward=False),
-    "grad of grad": lambda loss, w, h: grad(lambda w: (grad(loss, 1)(w, h) ** 3).sum())(w),
-    "third": lambda loss, w, h: grad(lambda w: (fs.hvp(lambda w: loss(w, h), w, w.cos()) ** 2).sum())(w),
-    "vmap of grad": lambda loss, w, h: vmap(grad(loss, (0, 1)), (2, None))(torch.stack([w, w.cos()], 2), h),
-    "vmap over rows": lambda loss, w, h: vmap(grad(loss, (0, 1)), (None, 1))(w, torch.stack([h, h.cos()], 1)),
-    "plain autograd": twice_by_autograd,
-    "first order": lambda loss, w, h: by_backward(loss, w, h),
-}
-
-
 @each
 @pytest.mark.parametrize(("count", "chunks"), [(10, 3), (10, 4), (2, 5), (0, 3), (6, 1)])
-@pytest.mark.parametrize("order", ORDERS_IN_SLICES)
+@pytest.mark.parametrize("order", [*AT_ORDERS, "grad of grad", "kept graph"])
 def test_equals_the_function_of_all_rows(order: str, count: int, chunks: int) -> None:
     """Uneven slices, fewer rows than slices, no rows, ignored labels."""
     rows = rows_of(count)
@@ -452,7 +358,7 @@ def test_equals_the_function_of_all_rows(order: str, count: int, chunks: int) ->
 
         return loss
 
-    got, want = (ORDERS_IN_SLICES[order](of(f), W, rows["h"]) for f in (fs.chunked(cross_entropy, chunks), cross_entropy))
+    got, want = (ORDERS[order](of(f), (W, rows["h"])) for f in (fs.chunked(cross_entropy, chunks), cross_entropy))
     assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
@@ -477,10 +383,8 @@ def test_rows_that_some_slices_do_not_use() -> None:
 
     w = torch.tensor([3.0, 4.0]), torch.ones(2)
     for order in ("fs.grad", "plain autograd"):
-        got, want = (
-            ORDERS_IN_SLICES[order](lambda v, h, g=g: g((v, w[1]), h)[0], w[0], h) for g in (fs.chunked(f, 3), by_hand)
-        )
-        assert_close(got, want)
+        run = ORDERS[order]
+        assert_close(*(run(lambda v, h, g=g: g((v, w[1]), h)[0], (w[0], h)) for g in (fs.chunked(f, 3), by_hand)))
     assert_close(fs.grad(lambda v: fs.chunked(f, 3)((w[0], v), h)[0])(w[1]), torch.zeros(2))
 
 
@@ -547,14 +451,14 @@ class Largest(TorchDispatchMode):
 
 
 @at_most(2)
-@every(order=["value", "fs.grad", "grad", "hvp", "hvp in reverse", "third", "plain autograd", "first order"])
+@every(order=[*FIRST_AND_SECOND, "kept graph"])
 def test_no_tensor_is_as_large_as_the_logits(order: str) -> None:
     rows = rows_of(64)
     sizes = []
     for chunks in (1, 16):
         f = fs.chunked(cross_entropy, chunks)
         with Largest() as largest:
-            ORDERS_IN_SLICES[order](lambda w, h, f=f: f(w, {**rows, "h": h})[0], W, rows["h"])
+            ORDERS[order](lambda w, h, f=f: f(w, {**rows, "h": h})[0], (W, rows["h"]))
         sizes.append(largest.numel)
     assert sizes[0] >= 64 * WORDS > 64 * WIDTH >= sizes[1]
 
@@ -570,9 +474,8 @@ class Head(nn.Module):
     def forward(self, h: Tensor, y: Tensor) -> Tensor:
         def f(w: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
             logits = F.linear(rows[0], w)
-            return F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, rows[1], reduction="sum"), (
-                rows[1] >= 0
-            ).sum()
+            logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+            return F.cross_entropy(logits, rows[1], reduction="sum"), (rows[1] >= 0).sum()
 
         total, count = (fs.chunked(f, self.chunks) if self.chunks else f)(self.weight, (h, y))
         return total / count
@@ -631,11 +534,13 @@ def test_in_a_model_on_real_ranks(rank: int, strategy: str) -> None:
     def loss(mine: fs.Params) -> Tensor:
         return fs.functional_call(model, {**mine, **others}, (labels(rank),), spec=spec)
 
+    def of_trained(full: fs.Params) -> fs.Params:
+        return fs.partition(fs.shard({**rest, **full}, spec), spec)[0]
+
     v = {name: x.cos() for name, x in trained.items()}
-    want = {k: fs.partition(fs.shard({**rest, **g}, spec), spec)[0] for k, g in derivatives(reference, trained, v).items()}
-    got = derivatives(loss, mine, fs.partition(fs.shard({**rest, **v}, spec), spec)[0])
-    exact = p.precision is None
-    assert_close(got, want, rtol=1e-9 if exact else 0.05, atol=1e-9 if exact else 0.02)
+    want = {k: of_trained(g) for k, g in derivatives(reference, trained, v).items()}
+    rounding = {"rtol": 1e-9, "atol": 1e-9} if p.precision is None else {"rtol": 0.05, "atol": 0.02}
+    assert_close(derivatives(loss, mine, of_trained(v)), want, **rounding)
 
 
 def test_the_head_is_gathered_once_and_reduced_once() -> None:
@@ -645,10 +550,9 @@ def test_the_head_is_gathered_once_and_reduced_once() -> None:
         for chunks in (0, 4):
             model = Model(chunks, words=2 * WORDS)
             with world(2):
-                spec = fs.by_type(nn.Linear, Head, p=strategy)(model).bound
-                params = fs.shard({name: p.detach() for name, p in model.named_parameters()}, spec)
+                spec, params = shards_of(fs.by_type(nn.Linear, Head, p=strategy), model)
                 with Collectives() as log:
-                    fs.grad(lambda p, m=model, s=spec: fs.functional_call(m, p, (labels(0),), spec=s))(params)
+                    fs.grad(loss_of(model, spec, labels(0), of=torch.sum))(params)
                 own = spec.shard_numel(spec.by_key["head"])
             sent.append(log.all)
             assert sum(s.op == "all_gather" and s.numel == own for s in log.all) <= 2
@@ -699,10 +603,9 @@ class ScaledHead(nn.Linear):
 def test_a_function_reads_attributes_of_its_module(p: P) -> None:
     """A run of a recomputed module sets some of them anew, in another order."""
     head = ScaledHead()
-    spec = fs.policies.whole(p)(head)
-    got = fs.grad(lambda params: fs.functional_call(head, params, (H,), spec=spec))(fs.shard(head, spec))
+    got = gradient_of(fs.policies.whole(p), head, H, of=torch.sum)
     want = grad(lambda w: (H @ w.T / 2).square().sum() / len(H))(head.weight.detach())
-    assert_close(fs.unshard(got, spec)["weight"], want)
+    assert_close(fs.unshard(got, fs.policies.whole(p)(head).bound)["weight"], want)
 
 
 def total(w: Tensor, h: Tensor) -> Any:
@@ -724,11 +627,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dimension": (lambda: fs.chunked(total, 2, dim=2)(W, H), ValueError, r"with a dimension 2, got shape \[4, 3\]"),
     "no pair": (lambda: fs.chunked(lambda w, h: (h @ w).sum(), 2)(W, H), TypeError, r"to return \(sum, count\), got Tensor"),
     "rows as sum": (lambda: fs.chunked(lambda w, h: (h @ w, 1), 2)(W, H), TypeError, r"0-dim.* as its sum, got .*\[2, 7\]"),
-    "rows as count": (
-        lambda: fs.chunked(lambda w, h: (total(w, h)[0], h), 2)(W, H),
-        TypeError,
-        r"as its count, got shape \[2, 3\]",
-    ),
+    "rows as count": (lambda: fs.chunked(lambda w, h: (h.sum(), h), 2)(W, H), TypeError, r"as its count, got shape \[2, 3\]"),
     "kept tensors": (lambda: grad(lambda w: fs.chunked(keeps, 2)(w, H)[0])(W), RuntimeError, "chunked keeps changes an object"),
 }
 
@@ -736,5 +635,4 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_in_slices(case: str) -> None:
     run, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        run()
+    refused(error, message, run)

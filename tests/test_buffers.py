@@ -430,8 +430,7 @@ def test_losses_that_the_model_itself_collects(how: str, strategy: str) -> None:
     """What the result was computed from is no error; a list of the others is."""
     torch.manual_seed(0)
     model, x = Collecting(how).double(), torch.randn(3, 4, dtype=torch.float64)
-    spec = fs.by_type(Router, p=STRATEGIES[strategy])(model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(Router, p=STRATEGIES[strategy]), model)
     for grad in (fs.grad, torch.func.grad):
         run = grad(loss_of(model, spec, x, of=torch.sum))
         if how == "left":

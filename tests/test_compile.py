@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from collective_log import world
 from depth import at_most, depth, every, mark_seldom, seldom
 from models import build, module_class, refused
-from ranks import launch, real_ranks
+from parity import loss_of as loss_of_params
+from parity import shards_of
+from ranks import launch, mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.profiler import ProfilerActivity, profile
@@ -29,9 +31,8 @@ import funshard as fs
 from funshard import P, _torch
 from funshard._compiled.step import compile
 
-_found = importlib.util.spec_from_file_location(
-    "benchmark_models", Path(__file__).parent.parent / "examples" / "benchmarks" / "common.py"
-)
+PATH = Path(__file__).parent.parent / "examples" / "benchmarks" / "common.py"
+_found = importlib.util.spec_from_file_location("benchmark_models", PATH)
 assert _found is not None
 assert _found.loader is not None
 common = sys.modules["benchmark_models"] = importlib.util.module_from_spec(_found)
@@ -95,10 +96,7 @@ def tokens(rank: int, i: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, spec: fs.PartitionSpec) -> Step:
-    def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
-        return common.loss_of(fs.functional_call(model, params, (x,), spec=spec), y)
-
-    return loss
+    return lambda params, x, y: common.loss_of(fs.functional_call(model, params, (x,), spec=spec), y)
 
 
 def training(loss: Step, grad: Step = fs.grad_and_value) -> Step:
@@ -203,10 +201,7 @@ def graph_of(p: P, mesh: tuple[tuple[str, int], ...] = (), layers: int = LAYERS,
     graphs: list[GraphModule] = []
     with world(4):
         model = chain(layers)
-        spec = fs.by_type(Block, p=p)(model)
-        sizes = dict(mesh) or {"shard": 4}
-        spec = spec.on(dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_type(Block, p=p), model, mesh_of(**(dict(mesh) or {"shard": 4})))
         compile(training(loss_of(model, spec)), backend=recording(graphs), **options)(params, zeros(params), *tokens(0))
         root, block = (spec.padded_numel(spec.by_key[key]) * 8 for key in ("", "blocks.0"))
     (graph,) = graphs
@@ -224,14 +219,20 @@ BOTH = {"prefetch": 0, "in_flight": 2}
 
 
 @seldom
-def test_kept_units_are_gathered_once() -> None:
-    """With reshard=False, in one graph with the same code but for that; and a replicated model gathers nothing."""
+def test_other_strategies_and_a_mesh_of_two_axes() -> None:
+    """With reshard=False a unit is gathered once, in one graph with the same code but for that, of P() none. On two axes a
+    slice is all-reduced over the other as soon as it is reduce-scattered, one unit behind."""
     kept, root, block = graph_of(P("shard", reshard=False))
     assert [unit for _, unit in kept.of("gather")] == [FIRST, *REST, LAST]
     assert kept.peak == root + LAYERS * block
     replicated, _, _ = graph_of(P())
     assert replicated.of("gather") == []
     assert len(replicated.of("reduce")) == LAYERS + 1
+    hybrid, _, _ = graph_of(P("shard"), mesh=(("replicate", 2), ("shard", 2)))
+    reductions = hybrid.of("reduce", "reduced")
+    assert len(reductions) == 4 * (LAYERS + 1)
+    assert reductions[:5] == [("reduce", 0), ("reduced", 0), ("reduce", 1), ("reduce", 2), ("reduced", 1)]
+    assert [unit for _, unit in hybrid.of("gather")] == [FIRST, *REST, LAST, *AGAIN]
 
 
 @seldom
@@ -275,23 +276,11 @@ def test_reductions_are_waited_for_late(options: dict[str, int]) -> None:
         assert not any(("use", u) in read.events[:start][-1:] for u in units[reduction + 1 :])
         if reduction + in_flight < len(units):
             meanwhile = between(read.events, ("reduce", reduction), ("reduced", reduction))
-            assert [event for event in meanwhile if event[0] == "use"] == [
-                ("use", u) for u in units[reduction + 1 : reduction + 1 + in_flight]
-            ]
+            used = [unit for what, unit in meanwhile if what == "use"]
+            assert used == units[reduction + 1 : reduction + 1 + in_flight]
         if reduction + in_flight <= len(units):
             landed = read.events.index(("reduced", reduction))
             assert read.events[landed + 1] == ("reduce", reduction + in_flight)
-
-
-@seldom
-def test_second_reductions_fly_with_the_next() -> None:
-    """On a mesh of two axes a slice is all-reduced over the other as soon as it is reduce-scattered, one unit behind."""
-    read, _, _ = graph_of(P("shard"), mesh=(("replicate", 2), ("shard", 2)))
-    count = LAYERS + 1
-    reductions = read.of("reduce", "reduced")
-    assert len(reductions) == 4 * count
-    assert reductions[:5] == [("reduce", 0), ("reduced", 0), ("reduce", 1), ("reduce", 2), ("reduced", 1)]
-    assert [unit for _, unit in read.of("gather")] == [FIRST, *REST, LAST, *AGAIN]
 
 
 def test_graph_is_of_plain_operators() -> None:
@@ -310,62 +299,88 @@ def models(which: str, layers: int = 2) -> tuple[nn.Module, type[nn.Module], Ste
         return mlp, nn.Linear, lambda call, x, y: F.mse_loss(call(x / 32), y / 32)
     if which == "chain":
         return chain(layers), Block, lambda call, x, y: common.loss_of(call(x), y)
-    if which.startswith("gpt"):
-        model = gpt(layers)
-        return (model.float() if which == "gpt32" else model), common.Block, lambda call, x, y: common.loss_of(call(x), y)
+    if which == "gpt":
+        return gpt(layers), common.Block, lambda call, x, y: common.loss_of(call(x), y)
     made = build("llama_tied", 1)
     del made.model.get_submodule("model.layers")[layers:]
     return made.model, made.blocks[0], lambda call, x, y: call(input_ids=x % 17, labels=x % 17).loss
 
 
 LOW = fs.Precision(param=torch.float32, reduce=torch.float64)
+SAVE = fs.Remat([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+STRATEGIES: dict[str, P] = {
+    "reshard": P("shard"),
+    "hsdp": P("shard"),
+    "keep": P("shard", reshard=False),
+    "replicate": P(),
+    "low": P("shard", precision=LOW),
+    "remat": P("shard", remat=True),
+    "save": P("shard", remat=SAVE),
+}
+SIZES = [(4, 7), (3, 7), (2, 6), (5, 5)]
 
 
-def trained(rank: int, which: str, strategy: str, backend: str) -> None:
+def batch_of(rank: int, i: int, shapes: str) -> tuple[Tensor, ...]:
+    """Of one shape, or of another size and length each time and on each rank."""
+    if shapes == "fixed":
+        return tokens(rank, i)
+    (size, length), generator = SIZES[i], torch.Generator().manual_seed(2 * i + rank)
+    batch = tuple(torch.randint(32, (size + rank, length + 1 - rank), generator=generator) for _ in range(2))
+    for x, dim in itertools.product(batch, range(2)) if shapes == "marked" else ():
+        torch._dynamo.mark_dynamic(x, dim)
+    return batch
+
+
+def trained(rank: int, which: str, strategy: str, backend: str, shapes: str) -> None:
     warnings.filterwarnings("ignore", IMPORT)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, block, by_call = models(which, depth(1, 2))
-    options = {"keep": {"reshard": False}, "low": {"precision": LOW}, "remat": {"remat": True}}
-    p = P() if strategy == "replicate" else P("shard", **options.get(strategy, {}))
-    policy = fs.by_path({"": P(), "blocks.0": P("shard", reshard=False)}) if strategy == "both" else fs.by_type(block, p=p)
-    spec = policy(model)
-    sizes = {"replicate": 2, "shard": 2} if strategy == "hsdp" else {"shard": dist.get_world_size()}
-    spec = spec.on(dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    model, block, by_call = models(which, depth(1, 2) if shapes == "fixed" else 2)
+    model = model.float() if backend == "inductor" else model
+    in_replicated = fs.by_path({"": P(), "blocks.0": P("shard", reshard=False)})
+    policy = in_replicated if strategy == "both" else fs.by_type(block, p=STRATEGIES[strategy])
+    spec, eager = shards_of(policy, model, mesh_of(2, 2) if strategy == "hsdp" else mesh_of(dist.get_world_size()))
     step = training(lambda params, x, y: by_call(lambda *a, **k: fs.functional_call(model, params, a, k, spec=spec), x, y))
-    eager = fs.shard(model, spec)
-    expected = eager, zeros(eager)
-    ours = copies(eager)
-    got = ours, zeros(ours)
-    compiled = compile(step, donate_argnums=(0, 1), backend=backend)
+    expected, got = (eager, zeros(eager)), (copies(eager), zeros(eager))
+    compiled = compile(step, donate_argnums=(0, 1), backend=backend, dynamic={"dynamic": True}.get(shapes))
     for i in range(4):
-        *expected, value = step(*expected, *tokens(rank, i))
-        *after, loss_value = compiled(*got, *tokens(rank, i))
+        *expected, value = step(*expected, *batch_of(rank, i, shapes))
+        *after, loss_value = compiled(*got, *batch_of(rank, i, shapes))
         assert all(a is b for a, b in zip(pytree.tree_leaves(after), pytree.tree_leaves(got), strict=True))
         same((after, loss_value), (expected, value))
-    fresh = copies(got)  # other tensors, same step
-    same(compiled(*fresh, *tokens(rank, 9)), step(*expected, *tokens(rank, 9)))
+    batch = batch_of(rank, 0, shapes)
+    same(compiled(*copies(got), *batch), step(*expected, *batch))  # other tensors, same step
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+CHAIN = depth("chain", "gpt")
 TRAINED = [
-    ("gloo2", depth("chain", "gpt"), "both", "aot_eager"),
-    *depth([], [("gloo2", "gpt", strategy, "aot_eager") for strategy in ("reshard", "keep", "replicate")]),
-    pytest.param("gloo2", depth("chain", "gpt"), "low", "aot_eager", marks=[low_precision, seldom]),
-    pytest.param("gloo2", "llama", "reshard", "aot_eager", marks=seldom),
-    pytest.param("gloo2", "llama", "remat", "aot_eager", marks=[low_precision, seldom]),
-    pytest.param("gloo4", depth("mlp", "gpt"), "hsdp", "aot_eager", marks=seldom),
-    pytest.param("gloo2", depth("mlp", "gpt32"), "reshard", "inductor", marks=[seldom, needs_cpp]),
+    ("gloo2", CHAIN, "both", "aot_eager", "fixed"),
+    *depth([], [("gloo2", "gpt", strategy, "aot_eager", "fixed") for strategy in ("reshard", "keep", "replicate")]),
+    pytest.param("gloo2", CHAIN, "low", "aot_eager", "fixed", marks=[low_precision, seldom]),
+    pytest.param("gloo2", "llama", "reshard", "aot_eager", "fixed", marks=seldom),
+    pytest.param("gloo2", "llama", "remat", "aot_eager", "fixed", marks=[low_precision, seldom]),
+    pytest.param("gloo4", depth("mlp", "gpt"), "hsdp", "aot_eager", "fixed", marks=seldom),
+    pytest.param("gloo2", depth("mlp", "gpt"), "reshard", "inductor", "fixed", marks=[seldom, needs_cpp]),
+    pytest.param("gloo2", CHAIN, "reshard", "aot_eager", "dynamic", marks=low_precision),
+    *(
+        pytest.param("gloo2", which, strategy, backend, shapes, marks=[low_precision, seldom, *marks])
+        for which, backend, marks in ((CHAIN, "aot_eager", []), ("chain", "inductor", [needs_cpp]))
+        for strategy, shapes in itertools.product(("reshard", "keep", "remat", "replicate", "save"), ("dynamic", "marked"))
+        if (backend, strategy, shapes) != ("aot_eager", "reshard", "dynamic")
+    ),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "which", "strategy", "backend"), TRAINED)
-def test_training_equals_eager(request: pytest.FixtureRequest, ranks: str, which: str, strategy: str, backend: str) -> None:
-    """Five steps with donated parameters and state, compiled once, also when other tensors are given.
+@pytest.mark.parametrize(("ranks", "which", "strategy", "backend", "shapes"), TRAINED)
+def test_training_equals_eager(
+    request: pytest.FixtureRequest, ranks: str, which: str, strategy: str, backend: str, shapes: str
+) -> None:
+    """Five steps with donated parameters and state, compiled once, also when other tensors, or other shapes, are given.
 
-    "both": a kept block in a replicated model.
+    "both": a kept block in a replicated model. Shapes that are not fixed differ between ranks.
     """
-    request.getfixturevalue(ranks).run(trained, which, strategy, backend)
+    request.getfixturevalue(ranks).run(trained, which, strategy, backend, shapes)
 
 
 @seldom
@@ -375,8 +390,7 @@ def test_on_gloo_buffers_are_held_no_longer(rank: int) -> None:
     torch._dynamo.reset()
     graphs: list[GraphModule] = []
     model = chain(2)
-    spec = fs.by_type(Block)(model).bound
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(Block), model)
     compile(training(loss_of(model, spec)), backend=recording(graphs))(params, zeros(params), *tokens(rank))
     nodes = list(graphs[0].graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
@@ -410,9 +424,8 @@ def inductors(reshard: bool) -> tuple[str, int]:
     from torch._inductor.utils import run_and_get_code
 
     with world(4):
-        model = chain(dim=64)
-        spec = fs.by_type(Block, p=P("shard", reshard=reshard))(model.float()).bound  # torch 2.11: no attention of float64
-        params = fs.shard(model, spec)
+        model = chain(dim=64).float()  # torch 2.11: no attention of float64
+        spec, params = shards_of(fs.by_type(Block, p=P("shard", reshard=reshard)), model)
         step, args = compile(training(loss_of(model, spec)), donate_argnums=(0, 1)), (params, zeros(params), *tokens(0))
         _, (code,) = run_and_get_code(step, *args)
         return code, peak_bytes(step, *args)
@@ -453,9 +466,8 @@ def test_generated_code_has_the_order_of_the_graph() -> None:
     units = gathers[: LAYERS + 1]
     assert gathers == [units[i] for i in (FIRST, *REST, LAST, *AGAIN)]
     assert [unit for what, unit in kept if what == "gather"] == units
-    assert [e for e in events if e[0] in ("gather", "arrive")] == [
-        (what, units[i]) for what, i in graph_of(P("shard"))[0].of("gather", "arrive")
-    ]
+    of_graph = [(what, units[i]) for what, i in graph_of(P("shard"))[0].of("gather", "arrive")]
+    assert [e for e in events if e[0] in ("gather", "arrive")] == of_graph
     for i, (what, unit) in enumerate(events):
         if what == "arrive" and unit != units[0]:  # its products come after, and after the start of the next gather
             following = [e for e in events[i + 1 :] if e[0] in ("gather", "use")]
@@ -493,9 +505,8 @@ def test_peak_memory_is_not_above_eager() -> None:
     second gathers and the early reductions it is half as much again.
     """
     with world(4):
-        model = chain(dim=64)
-        spec = fs.by_type(Block)(model.float()).bound
-        params = fs.shard(model, spec)
+        model = chain(dim=64).float()
+        spec, params = shards_of(fs.by_type(Block), model)
         loss = loss_of(model, spec)
 
         def eager(params: fs.Params, state: fs.Params, x: Tensor, y: Tensor) -> Tensor:
@@ -516,20 +527,15 @@ def test_donated_tensors_hold_the_new_values() -> None:
     given, kept, leaf = torch.arange(3.0), torch.ones(3), torch.ones(3, requires_grad=True)
     step = compile(lambda donated, k: ([donated[0] + k, donated[1] * 2], k.sum()), donate_argnums=0, backend="aot_eager")
     (a, b), total = step([given, leaf], kept)
-    assert a is given
-    assert b is leaf
-    assert given.tolist() == [1, 2, 3]
-    assert leaf.tolist() == [2, 2, 2]
-    assert kept.tolist() == [1, 1, 1]
-    assert total == 3
+    assert (a is given, b is leaf, total) == (True, True, 3)
+    assert [x.tolist() for x in (given, leaf, kept)] == [[1, 2, 3], [2, 2, 2], [1, 1, 1]]
 
 
 def test_donated_values_move() -> None:
     """Old values that go to another donated tensor are read before they are written over."""
     now, before = torch.tensor([1.0, 2.0]), torch.zeros(2)
     compile(lambda now, before: (now + 1, now.clone()), donate_argnums=(0, 1), backend="aot_eager")(now, before)
-    assert now.tolist() == [2, 3]
-    assert before.tolist() == [1, 2]
+    assert (now.tolist(), before.tolist()) == ([2, 3], [1, 2])
     a, b = torch.tensor([1.0]), torch.tensor([2.0])
     compile(lambda tree: {"a": tree["b"], "b": tree["a"]}, donate_argnums=0, backend="aot_eager")({"a": a, "b": b})
     assert (a.item(), b.item()) == (2, 1)
@@ -539,10 +545,8 @@ def test_donated_results_are_taken_in_order() -> None:
     """Of results that fit more than one donated argument, the first goes with the first."""
     a, b = torch.tensor([1.0]), torch.tensor([2.0])
     loss, first, second = compile(lambda a, b: (a.sum(), a + 10, b + 10), donate_argnums=(1, 0), backend="aot_eager")(a, b)
-    assert loss == 1
-    assert first is b
-    assert second is a
-    assert (a.item(), b.item()) == (12, 11)
+    assert (first is b, second is a) == (True, True)
+    assert (loss, a.item(), b.item()) == (1, 12, 11)
 
 
 def double(x: Tensor) -> Tensor:
@@ -567,8 +571,8 @@ def test_donated_views_that_overlap() -> None:
     """What is written into one would be seen in the other."""
     step = compile(lambda p: {key: x * 2 for key, x in p.items()}, donate_argnums=0, backend="aot_eager")
     x = torch.arange(12.0)
-    with pytest.raises(ValueError, match=r"\['a'\] and .* argument 0\['b'\] share memory, which donate_argnums=\(0,\) writes"):
-        step({"a": x[:4], "b": x[2:6]})
+    words = r"\['a'\] and .* argument 0\['b'\] share memory, which donate_argnums=\(0,\) writes"
+    refused(ValueError, words, lambda: step({"a": x[:4], "b": x[2:6]}))
     refused(ValueError, "share memory", lambda: step({"a": x[:8:2], "b": x[6:]}))
     refused(ValueError, r"argument 0\['b'\] share memory", lambda: step({"a": x, "b": x}))
     assert x.equal(torch.arange(12.0))
@@ -578,8 +582,8 @@ def test_donated_views_that_overlap() -> None:
 
 # --- options ---
 def test_options_and_backends_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="backend: expected 'inductor', 'aot_eager' or a function, got 'eager'"):
-        compile(double, backend="eager")
+    words = "backend: expected 'inductor', 'aot_eager' or a function, got 'eager'"
+    refused(ValueError, words, lambda: compile(double, backend="eager"))
     for name in ("joint_custom_pre_pass", "post_grad_custom_post_pass"):
         refused(ValueError, f"options: expected no '{name}'", lambda: compile(double, options={name: None}))
 
@@ -594,9 +598,8 @@ def test_options_are_of_this_step_only() -> None:
     seen: list[bool] = []
 
     def look(graph: torch.fx.Graph) -> None:
-        seen.append(
-            config.max_autotune and not config.reorder_for_peak_memory and config.post_grad_custom_post_pass is not None
-        )
+        own_pass = config.post_grad_custom_post_pass is not None
+        seen.append(config.max_autotune and not config.reorder_for_peak_memory and own_pass)
 
     options = {"post_grad_custom_pre_pass": look}
     assert compile(double, mode="max-autotune-no-cudagraphs", options=options)(torch.ones(2)).dtype == torch.float64
@@ -611,16 +614,12 @@ def test_many_compiled_steps_in_one_process() -> None:
         assert compile(lambda x, i=i: x + i, backend="aot_eager")(torch.ones(1)) == 1 + i
 
 
-class Branches(nn.Module):
-    """A branch on values between two units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        return self.b(x) if x.sum() > 0 else x
+Branches = module_class(
+    "Branches",
+    lambda: {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)},
+    lambda self, x: self.b(y) if (y := self.a(x)).sum() > 0 else y,
+)
+"""A branch on values between two units."""
 
 
 @seldom
@@ -628,15 +627,11 @@ class Branches(nn.Module):
 def test_a_graph_break_inside_of_a_gradient_says_so() -> None:
     """torch's own words are an internal assertion of its dispatcher."""
     model = Branches()
-    spec = fs.by_type(nn.Linear)(model)
-
-    def step(params: fs.Params, x: Tensor) -> Any:
-        return fs.grad_and_value(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())(params)
-
+    spec, params = shards_of(fs.by_type(nn.Linear), model)
+    step = fs.grad_and_value(loss_of_params(model, spec, torch.ones(3, 2)))
     with pytest.raises(RuntimeError, match=r"the graph breaks inside of a gradient, .* fullgraph=True names the line"):
-        compile(step, fullgraph=False, backend="aot_eager")(fs.shard(model, spec), torch.ones(3, 2))
-    with pytest.raises(Exception, match=r"[Dd]ata-dependent"):
-        compile(step, backend="aot_eager")(fs.shard(model, spec), torch.ones(3, 2))
+        compile(step, fullgraph=False, backend="aot_eager")(params)
+    refused(Exception, r"[Dd]ata-dependent", lambda: compile(step, backend="aot_eager")(params))
 
 
 class TooLong(nn.Linear):
@@ -650,8 +645,7 @@ class TooLong(nn.Linear):
 def test_errors_of_the_step_are_its_own() -> None:
     """Those of forward and those of funshard's checks, not Dynamo's "Observed exception"; later calls run."""
     model = TooLong(2, 2)
-    spec = fs.policies.whole()(model).on({"shard": 1})
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.policies.whole(), model, {"shard": 1})
     loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
     step = compile(fs.grad(loss), backend="aot_eager")
     for _ in range(2):

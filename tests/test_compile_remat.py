@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from collective_log import world
 from depth import at_most, depth, mark_seldom, seldom, thorough
-from test_compile import IMPORT, Read, common, copies, needs_cpp, peak_bytes, recording, training, zeros
+from parity import loss_of as loss_of_params
+from parity import shards_of
+from test_compile import IMPORT, Read, common, copies, loss_of, needs_cpp, peak_bytes, recording, training, zeros
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
@@ -234,10 +236,8 @@ def gpt_step(p: P, size: int, layers: int = LAYERS, sequence: int = 64) -> tuple
         else:
             blocks = (Block() for _ in range(layers))
             model, block = nn.Sequential(nn.Embedding(32, 16), *blocks, nn.Linear(16, 32, bias=False)), Block
-        spec = fs.by_type(block, p=p)(model).bound
-        params = fs.shard(model, spec)
-        loss = lambda params, x, y: common.loss_of(fs.functional_call(model, params, (x,), spec=spec), y)  # noqa: E731
-        return graph_of(training(loss), params, zeros(params), x, y)
+        spec, params = shards_of(fs.by_type(block, p=p), model)
+        return graph_of(training(loss_of(model, spec)), params, zeros(params), x, y)
 
 
 PRODUCTS = frozenset({torch.ops.aten.addmm.default, MM})
@@ -278,13 +278,11 @@ def dropping() -> nn.Module:
 def peak_and_values(backend: str, p: P) -> tuple[int, Any]:
     torch._dynamo.reset()
     model, x = dropping(), torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
-    spec = fs.by_type(nn.Sequential, p=p)(model).on({"shard": 1})
-    params = fs.shard(model, spec)
-    loss = lambda params, x: fs.functional_call(model, params, (x,), spec=spec).square().sum()  # noqa: E731
-    step = fs.compile(training(loss), backend=backend)
+    spec, params = shards_of(fs.by_type(nn.Sequential, p=p), model, {"shard": 1})
+    step = fs.compile(training(loss_of_params(model, spec, x)), backend=backend)
     torch.manual_seed(5)
-    out = step(params, zeros(params), x)
-    return peak_bytes(step, params, zeros(params), x), out
+    out = step(params, zeros(params))
+    return peak_bytes(step, params, zeros(params)), out
 
 
 @seldom

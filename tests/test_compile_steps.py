@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import depth, each, mark_seldom, seldom
+from depth import depth, mark_seldom, seldom
 from models import module_class
-from parity import squares
-from ranks import Pool, launch
+from parity import loss_of as loss_of_params
+from parity import shards_of, squares
+from ranks import Pool, launch, mesh_of
 from test_compile import (
     Chain,
     Read,
     Step,
-    common,
-    copies,
     gpt,
     loss_of,
     low_precision,
@@ -38,7 +36,6 @@ from test_compile import (
 from torch import Tensor, nn
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch.distributed import get_world_size
-from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
@@ -109,10 +106,8 @@ def gathers_of(transform: str, *, reshard: bool = True) -> tuple[Gathers, int, i
     with world(4):
         torch.manual_seed(0)
         model = Chain(LAYERS, 16).double()
-        spec = fs.by_type(type(model.blocks[0]), p=P("shard", reshard=reshard))(model).bound
-        params = fs.shard(model, spec)
-        loss: Step = lambda p, x, y: common.loss_of(fs.functional_call(model, p, (x,), spec=spec), y)  # noqa: E731
-        step = steps(loss, spec)[transform]
+        spec, params = shards_of(fs.by_type(type(model.blocks[0]), p=P("shard", reshard=reshard)), model)
+        step = steps(loss_of(model, spec), spec)[transform]
         compile(step, backend=recording(graphs))(params, *tokens(0))
         with Collectives() as sent:
             step(params, *tokens(0))
@@ -138,15 +133,26 @@ EXPECTED = {
 }
 
 
+ALIVE = {"hvp": (2, 4), "grad of grad": (2, 2), "per sample, clipped": (1, 2)}
+"""How often the root's unit and a block's at once: the one that runs and the next, with the tangents of all three."""
+KEPT = {"hvp": 2, "grad of grad": 2, "maml": 5}
+"""How often a block is gathered with reshard=False."""
+
+
 @seldom
 @pytest.mark.parametrize("transform", mark_seldom(EXPECTED, "per sample, clipped"))
 def test_gradients_of_gradients_gather_again(transform: str) -> None:
     """Each phase gathers what the one before let go, tangents and cotangents with their weights; no more than eager does,
-    which has no schedule in such a stack. Single samples' gradients, whose eager call keeps all units, free them."""
-    found, eager, _, _ = gathers_of(transform)
+    which has no schedule in such a stack. Single samples' gradients, whose eager call keeps all units, free them. Kept units
+    are gathered once, each weight of each call and each tangent."""
+    found, eager, root, block = gathers_of(transform)
     assert found.keys == EXPECTED[transform]
     if "sample" not in transform:
         assert len(found.keys) <= eager
+    if transform in ALIVE:
+        assert found.peak == ALIVE[transform][0] * root + ALIVE[transform][1] * block
+    if transform in KEPT:
+        assert gathers_of(transform, reshard=False)[0].keys.count(BLOCKS[0]) == KEPT[transform]
 
 
 @seldom
@@ -156,24 +162,7 @@ def test_steps_through_steps_gather_again() -> None:
     assert len(found.keys) < eager
     assert found.keys[: 2 * len(UP) + len(DOWN)] == [*UP, *DOWN, *UP]
     assert found.peak <= 2 * root + 4 * block
-
-
-@seldom
-@pytest.mark.parametrize(
-    ("transform", "roots", "blocks"), [("hvp", 2, 4), ("grad of grad", 2, 2), ("per sample, clipped", 1, 2)]
-)
-def test_gathered_bytes_alive_in_higher_orders(transform: str, roots: int, blocks: int) -> None:
-    """The root's unit, the one that runs and the next, with the tangents of all three."""
-    found, _, root, block = gathers_of(transform)
-    assert found.peak == roots * root + blocks * block
-
-
-@seldom
-@pytest.mark.parametrize("transform", ["hvp", "grad of grad", "maml"])
-def test_kept_units_are_gathered_once_in_higher_orders(transform: str) -> None:
-    """Each weight of each call, and each tangent, once."""
-    found, _, _, _ = gathers_of(transform, reshard=False)
-    assert found.keys.count(BLOCKS[0]) == {"hvp": 2, "grad of grad": 2, "maml": 5}[transform]
+    assert gathers_of("maml", reshard=False)[0].keys.count(BLOCKS[0]) == KEPT["maml"]
 
 
 # --- values, on two real ranks ---
@@ -183,10 +172,8 @@ STRATEGIES = {"reshard": P("shard"), "keep": P("shard", reshard=False), "remat":
 def equal_to_eager(rank: int, transform: str, which: str, strategy: str) -> None:
     torch._dynamo.reset()
     model, block, by_call = models(which, 2)
-    sizes = {"replicate": 2, "shard": 2} if strategy == "hsdp" else {"shard": get_world_size()}
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    spec = fs.by_type(block, p=STRATEGIES.get(strategy, P("shard")))(model).on(mesh)
-    params = fs.shard(model, spec)
+    mesh = mesh_of(2, 2) if strategy == "hsdp" else mesh_of(get_world_size())
+    spec, params = shards_of(fs.by_type(block, p=STRATEGIES.get(strategy, P("shard"))), model, mesh)
 
     def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):  # the only one with a second derivative
@@ -200,23 +187,19 @@ def equal_to_eager(rank: int, transform: str, which: str, strategy: str) -> None
 
 TRANSFORMS = ["jvp", "hvp", "hvp in reverse", "grad of grad", "vjp of grad", "maml", "per sample", "per sample, clipped"]
 
-OF_TRANSFORMERS = [(which, name) for which in ("gpt", "llama") for name in ("hvp", "grad of hvp")]
-ON_FOUR = ["hvp", "grad of grad", "per sample, clipped"]
-CASES = [
-    *(("gloo2", depth("chain", "gpt"), strategy, name) for name in TRANSFORMS for strategy in STRATEGIES),
-    *(("gloo2", which, "reshard", name) for which, name in OF_TRANSFORMERS),
-    *(("gloo4", "chain", "hsdp", name) for name in ON_FOUR),
-]
 USUAL = ("gloo2", depth("chain", "gpt"), "reshard", "hvp")
+CASES = [
+    *(("gloo2", USUAL[1], strategy, name) for name in TRANSFORMS for strategy in STRATEGIES),
+    *(("gloo2", which, "reshard", name) for which in ("gpt", "llama") for name in ("hvp", "grad of hvp")),
+    *(("gloo4", "chain", "hsdp", name) for name in ("hvp", "grad of grad", "per sample, clipped")),
+]
+MARKED = [pytest.param(*case, marks=[seldom] * (case != USUAL)) for case in CASES]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "which", "strategy", "transform"), [pytest.param(*case, marks=[seldom] * (case != USUAL)) for case in CASES]
-)
-def test_higher_orders_equal_eager(
-    request: pytest.FixtureRequest, ranks: str, which: str, strategy: str, transform: str
-) -> None:
-    request.getfixturevalue(ranks).run(equal_to_eager, transform, which, strategy)
+@pytest.mark.parametrize(("ranks", "which", "strategy", "name"), MARKED)
+def test_higher_orders_equal_eager(request: pytest.FixtureRequest, ranks: str, which: str, strategy: str, name: str) -> None:
+    """Also of a GPT and a Llama, and on a mesh of two axes."""
+    request.getfixturevalue(ranks).run(equal_to_eager, name, which, strategy)
 
 
 @pytest.mark.parametrize("options", [{"prefetch": -1}, {"in_flight": 0}], ids=str)
@@ -231,17 +214,6 @@ needs_forward = low_precision
 """torch 2.13: linear layers flatten their input by themselves."""
 
 
-def batch(size: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    x, y = torch.randint(32, (2, size, length), generator=torch.Generator().manual_seed(seed))
-    return x.clone(), y.clone()
-
-
-def marked(*tensors: Tensor) -> None:
-    for x in tensors:
-        for dim in range(x.dim()):
-            torch._dynamo.mark_dynamic(x, dim)
-
-
 EPOCHS = [(4, 8)] * 2 + [(3, 8)] + [(4, 8)] * 2 + [(3, 8)]
 """Two, with a last smaller batch."""
 LENGTHS = [(4, 8), (4, 7), (4, 5), (4, 3), (4, 8)]
@@ -252,13 +224,10 @@ def graphs_of(shapes: list[tuple[int, int]], *, which: str, **options: Any) -> l
     counts: list[int] = []
     with world(4):
         model = gpt(1) if which == "gpt" else Chain(1, 16).double()
-        spec = fs.by_type(type(model.blocks[0]))(model).bound
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_type(type(model.blocks[0])), model)
         step = compile(training(loss_of(model, spec)), backend="aot_eager", **options)
-        state = zeros(params)
-        for size, length in shapes:
-            x, y = batch(size, length)
-            step(params, state, x, y)
+        for shape in shapes:
+            step(params, zeros(params), torch.randint(32, shape), torch.randint(32, shape))
             counts.append(counters["stats"]["unique_graphs"])
     return counts
 
@@ -296,54 +265,17 @@ def test_linear_with_a_bias_makes_constants_of_sizes() -> None:
         assert counters["stats"]["unique_graphs"] == count
 
 
-SAVE = P("shard", remat=fs.Remat([torch.ops.aten.mm.default, torch.ops.aten.addmm.default]))
-
-
-def trained(rank: int, strategy: str, mark: bool, which: str, backend: str) -> None:
-    warnings.filterwarnings("ignore", "`torch.jit.script_method`")
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    model = gpt(2) if which == "gpt" else Chain(2, 16).double()
-    if backend == "inductor":
-        model = model.float()
-    spec = fs.by_type(type(model.blocks[0]), p=STRATEGIES.get(strategy, SAVE))(model).bound
-    eager = fs.shard(model, spec)
-    expected, got = (eager, zeros(eager)), (copies(eager), zeros(eager))
-    step = training(loss_of(model, spec))
-    compiled = compile(step, donate_argnums=(0, 1), backend=backend, dynamic=None if mark else True)
-    for i, (size, length) in enumerate([(4, 7), (3, 7), (2, 6), (5, 5)]):
-        x, y = batch(size + rank, length + (1 - rank), seed=2 * i + rank)
-        if mark:
-            marked(x, y)
-        *expected, value = step(*expected, x, y)
-        *got, loss = compiled(*got, x, y)
-        same((got, loss), (expected, value))
-    assert counters["stats"]["unique_graphs"] == 1
-
-
-@needs_forward
-@each
-@pytest.mark.parametrize("mark", mark_seldom([False, True], False), ids=["dynamic", "marked"])
-@pytest.mark.parametrize("strategy", mark_seldom([*STRATEGIES, "save"], "reshard"))
-@pytest.mark.parametrize("backend", mark_seldom(["aot_eager", "inductor"], "aot_eager"))
-def test_shapes_that_change_equal_eager(gloo2: Pool, backend: str, strategy: str, mark: bool) -> None:
-    """With parameters and state given away, by one graph, on ranks whose batches have other sizes and lengths."""
-    gloo2.run(trained, strategy, mark, depth("chain", "gpt") if backend == "aot_eager" else "chain", backend)
-
-
 @seldom
 def test_products_with_directions_in_one_graph() -> None:
     """fs.hvp in reverse of a model of products; v is compared with params although their sizes are symbols."""
     with world(4):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-        spec = fs.by_type(nn.Linear)(model).bound
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_type(nn.Linear), model)
 
         def product(params: fs.Params, x: Tensor) -> fs.Params:
-            f: Step = lambda p: F.mse_loss(fs.functional_call(model, p, x, spec=spec), x)  # noqa: E731
-            return fs.hvp(f, params, {k: p.cos() for k, p in params.items()}, forward=False)
+            loss = loss_of_params(model, spec, x, of=lambda y: F.mse_loss(y, x))
+            return fs.hvp(loss, params, direction(params), forward=False)
 
         step = compile(product, backend="aot_eager", dynamic=True)
         for size in (5, 4, 3):
@@ -367,10 +299,7 @@ def chain(blocks: int) -> nn.Module:
 
 
 def step_of(model: nn.Module) -> Any:
-    def step(params: fs.Params, x: Tensor, spec: fs.PartitionSpec) -> Any:
-        return fs.grad_and_value(lambda p: fs.functional_call(model, p, (x,), spec=spec).square().mean())(params)
-
-    return step
+    return lambda params, x, spec: fs.grad_and_value(loss_of_params(model, spec, x))(params)
 
 
 @pytest.fixture
@@ -465,22 +394,17 @@ def test_equal_specs_share_a_graph(request: pytest.FixtureRequest, ranks: str) -
 def test_buffers_that_two_modules_share(given: str) -> None:
     """Compiled and eager calls agree on buffers that are shared, given in part, or replaced in forward."""
 
-    class Counting(nn.Module):
-        def __init__(self, shared: Tensor) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-            self.register_buffer("shared", shared)
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = self.seen + 1
-            return self.linear(x) * self.shared * self.seen
+    def count(self: Any, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        return self.linear(x) * self.shared * self.seen
 
     torch.manual_seed(0)
     shared = torch.full((2,), 3.0)
-    model = nn.Sequential(Counting(shared), Counting(shared))
-    spec = fs.by_type(Counting)(model).on({"shard": 1})
-    params, x = fs.shard(model, spec), torch.randn(3, 2)
+    parts = lambda: {"linear": nn.Linear(2, 2), "shared": nn.Buffer(shared), "seen": nn.Buffer(torch.zeros(()))}  # noqa: E731
+    Counting = module_class("Counting", parts, count)
+    model = nn.Sequential(Counting(), Counting())
+    model[1].shared = model[0].shared
+    (spec, params), x = shards_of(fs.by_type(Counting), model, {"shard": 1}), torch.randn(3, 2)
     names = {"none": [], "some": ["0.seen"], "all": ["0.shared", "0.seen", "1.shared", "1.seen"]}[given]
     own = dict(model.named_buffers(remove_duplicate=False))
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from depth import at_most, depth, each, mark_seldom, seldom
-from models import Block
+from depth import at_most, depth, each, every, mark_seldom, seldom
+from models import Block, module_class
+from parity import along, loss_of, shards_of, squares
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -40,18 +41,14 @@ TRANSFORMS = ["grad", "grad_and_value", "fs.grad_and_value", "grad of grad", "hv
 
 def step(transform: str, spec: fs.PartitionSpec):
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return (fs.functional_call(MODEL, params, (x,), spec=spec) ** 2).mean()
-
-    def hvp(params: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-        v = {k: p.cos() for k, p in params.items()}
-        return torch.func.jvp(lambda p: torch.func.grad(loss)(p, x), (params,), (v,))[1]
+        return loss_of(MODEL, spec, x)(params)
 
     return {
         "grad": torch.func.grad(loss),
         "grad_and_value": torch.func.grad_and_value(loss),
         "fs.grad_and_value": fs.grad_and_value(loss),
-        "grad of grad": torch.func.grad(lambda params, x: sum((g**2).sum() for g in torch.func.grad(loss)(params, x).values())),
-        "hvp": hvp,
+        "grad of grad": torch.func.grad(lambda p, x: squares(torch.func.grad(loss)(p, x))),
+        "hvp": lambda p, x: torch.func.jvp(lambda p: torch.func.grad(loss)(p, x), (p,), (along(p),))[1],
         "vmap of grad": torch.vmap(torch.func.grad(loss), (None, 0)),
     }[transform]
 
@@ -94,18 +91,17 @@ LOW = fs.Precision(param=torch.bfloat16, reduce=torch.float32, buffer=torch.bflo
 SHARD, REPLICATED = fs.P("shard", precision=LOW), fs.P(precision=LOW)
 
 
-class Cast(torch.nn.Module):
-    """Modules with a precision of their own inside of one with another, a tensor made on the way, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2)
-        self.register_buffer("scale", torch.tensor([1.001, 0.5, 2.0, 3.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x) * self.scale)
-        return self.last(x + torch.ones(4))  # of float32: the last layer casts
-
+Cast = module_class(
+    "Cast",
+    lambda: {
+        "first": nn.Linear(3, 4),
+        "norm": nn.LayerNorm(4),
+        "last": nn.Linear(4, 2),
+        "scale": nn.Buffer(torch.tensor([1.001, 0.5, 2.0, 3.0])),
+    },
+    lambda self, x: self.last(self.norm(self.first(x) * self.scale) + torch.ones(4)),  # of float32: the last layer casts
+)
+"""Modules with a precision of their own inside of one with another, a tensor made on the way, and a buffer."""
 
 inside = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: Dynamo and a forward in __dict__")
 
@@ -222,8 +218,7 @@ def check(rank: int, which: str, compiler: str, derivative: str) -> None:
     warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
     torch.manual_seed(0)
     model = nn.Sequential(MODULES[which](), nn.Linear(3, 3), MODULES[which]()).double()
-    spec = fs.by_type(Stateful, p=fs.P("shard", remat=dist.get_world_size() > 1))(model).bound
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(Stateful, p=fs.P("shard", remat=dist.get_world_size() > 1)), model)
 
     def step(params: fs.Params, x: Tensor) -> Any:
         model.steps = getattr(model, "steps", 0) + 1  # outside of the call, where it stays
@@ -255,9 +250,7 @@ def check(rank: int, which: str, compiler: str, derivative: str) -> None:
 @at_most(1)
 @each
 @pytest.mark.parametrize("ranks", mark_seldom(["alone", "gloo2"], "alone"))
-@pytest.mark.parametrize("derivative", mark_seldom(["grad", "hvp"], "grad"))
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("which", mark_seldom(MODULES, "Caches", "Counts"))
+@every(derivative=mark_seldom(["grad", "hvp"], "grad"), compiler=COMPILERS, which=mark_seldom(MODULES, "Caches", "Counts"))
 def test_attributes_that_forward_sets_are_restored(
     request: pytest.FixtureRequest, which: str, compiler: str, derivative: str, ranks: str
 ) -> None:

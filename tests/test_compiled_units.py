@@ -7,7 +7,7 @@ import contextvars
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import mirror
 import pytest
@@ -18,7 +18,7 @@ from depth import at_most, depth, each, every, mark_seldom, seldom
 from fuzz_cases import COMPILED, Case, mirrored
 from fuzz_modules import PIECES
 from models import module_class, refused, unchanged
-from parity import DERIVATIVES
+from parity import DERIVATIVES, gradient_of, loss_of, shards_of
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -30,6 +30,7 @@ from funshard import Compile, P, Remat
 from funshard._transforms.error_hints import find_hint
 
 AOT = Compile(backend="aot_eager")
+ALONE = {"shard": 1}
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:Dynamo ")
 """Dynamo asks for it and hides the warning, which the tests' filter makes an error."""
 
@@ -76,12 +77,11 @@ def reset() -> None:
 # --- compilations ---
 def trained(net: nn.Module, p: P, grad: Callable[[Loss], Any] = fs.grad, rank: int = 0, **options: Any) -> fs.Params:
     """Gradients of one step. Each begins with the same random numbers."""
-    spec = fs.by_type(Block, p=p)(net)
-    spec = spec.on({"shard": 1}) if options.pop("alone", True) else spec
-    params = {key: 1.5 * shard for key, shard in fs.shard(net, spec).items()}  # not those of the model
+    spec, params = shards_of(fs.by_type(Block, p=p), net, ALONE if options.pop("alone", True) else None)
+    params = {key: 1.5 * shard for key, shard in params.items()}  # not those of the model
     torch.manual_seed(rank + 1)
     with unchanged(net):
-        return grad(lambda params: fs.functional_call(net, params, (batch(rank),), spec=spec, **options).sin().sum())(params)
+        return grad(loss_of(net, spec, batch(rank), of=lambda y: y.sin().sum(), **options))(params)
 
 
 def test_one_compilation_serves_all_units_of_a_structure() -> None:
@@ -99,14 +99,10 @@ def test_one_compilation_serves_all_units_of_a_structure() -> None:
 )
 def test_what_changes_compiles_once_more(lengths: tuple[int, ...], scales: tuple[float, ...], graphs: list[int]) -> None:
     """A second length, or number, makes one graph for all."""
-    net = model(2) if len({*lengths}) > 1 else Block().double()
-    policy = fs.by_type(Block, p=P("shard", compile=AOT)) if len({*lengths}) > 1 else fs.policies.whole(P("shard", compile=AOT))
-    spec = policy(net).on({"shard": 1})
-    made = []
+    net, policy, made = model(2) if len({*lengths}) > 1 else Block().double(), fs.by_type(Block, p=P("shard", compile=AOT)), []
     for length, scale in zip(lengths, scales, strict=True):
         kwargs = {} if scale == 1 else {"scale": scale}
-        call = lambda p, n=length, k=kwargs: fs.functional_call(net, p, torch.ones(n, 6).double(), k, spec=spec)  # noqa: E731
-        fs.grad(lambda p, call=call: call(p).sum())(fs.shard(net, spec))
+        gradient_of(policy, net, torch.ones(length, 6).double(), mesh=ALONE, kwargs=kwargs)
         made.append(counted()[0])
     assert made[1:] == graphs[1:]
 
@@ -148,10 +144,7 @@ def equal_to_eager(rank: int, name: str, how: str) -> None:
 
 
 @at_most(2)
-@each
-@pytest.mark.parametrize("how", mark_seldom(GRADS, "fs.grad", "torch.func.grad"))
-@pytest.mark.parametrize("name", PS)
-@pytest.mark.parametrize("ranks", ["alone", "gloo2"])
+@each(how=mark_seldom(GRADS, "fs.grad", "torch.func.grad"), name=PS, ranks=["alone", "gloo2"])
 def test_equal_to_eager(request: pytest.FixtureRequest, ranks: str, name: str, how: str) -> None:
     request.getfixturevalue(ranks).run(equal_to_eager, name, how)
 
@@ -162,12 +155,8 @@ class Other(Block):
 
 def test_said_once() -> None:
     net = model(3, Other)
-    spec = fs.by_type(Other, p=P("shard", compile=AOT))(net).on({"shard": 1})
-    params = fs.shard(net, spec)
-
-    def loss(p: fs.Params) -> Tensor:
-        return fs.functional_call(net, p, batch(), spec=spec).sum()
-
+    spec, params = shards_of(fs.by_type(Other, p=P("shard", compile=AOT)), net, ALONE)
+    loss = loss_of(net, spec, batch())
     words = r"module '0' with .* runs without compilation.*inside of torch\.func's"
     with pytest.warns(fs._call.compiled_unit.CompileWarning, match=words) as caught:
         torch.func.jvp(loss, (params,), (params,))
@@ -175,7 +164,9 @@ def test_said_once() -> None:
     torch.func.jvp(loss, (params,), (params,))
 
 
-def steps_of_training(rank: int) -> None:
+@seldom
+@real_ranks(2)
+def test_training_on_two_ranks(rank: int) -> None:
     """accumulate and update_in_backward with compiled units, frozen and trained ones."""
     reset()
     net = model()
@@ -200,20 +191,14 @@ def steps_of_training(rank: int) -> None:
     assert counted()[0] > 0
 
 
-@seldom
-def test_training_on_two_ranks(gloo2: Pool) -> None:
-    gloo2.run(steps_of_training)
-
-
 # --- the schedule ---
 def traffic(rank: int, name: str, compile: bool | Compile) -> list[str]:
     reset()
     net = model()
-    spec = fs.by_type(Block, p=P("shard", **PS[name], compile=compile))(net).on(mirror.mesh({"shard": 2}))
-    params = fs.shard(net, spec)
-    loss = lambda params: fs.functional_call(net, params, (batch(),), spec=spec).sum()  # noqa: E731
-    fs.grad(loss)(params)  # compiled
-    return mirror.sent(2, lambda: fs.grad(loss)(params))
+    spec, params = shards_of(fs.by_type(Block, p=P("shard", **PS[name], compile=compile)), net, mirror.mesh({"shard": 2}))
+    grad = fs.grad(loss_of(net, spec, batch()))
+    grad(params)  # compiled
+    return mirror.sent(2, lambda: grad(params))
 
 
 def test_weights_are_gathered_again_and_not_kept(alone: Pool) -> None:
@@ -227,12 +212,11 @@ def saved_bytes(p: P) -> int:
     """The bytes that a forward leaves allocated for its backward."""
     reset()
     net = model(6)
-    spec = fs.by_type(Block, p=p)(net).on({"shard": 1})
-    params = {key: shard.requires_grad_() for key, shard in fs.shard(net, spec).items()}
-    x = torch.ones(1000, 6).double()
+    spec, params = shards_of(fs.by_type(Block, p=p), net, ALONE)
+    params, x = {key: shard.requires_grad_() for key, shard in params.items()}, torch.ones(1000, 6).double()
     for _ in range(2):  # the first one compiles
         with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-            loss = fs.functional_call(net, params, (x,), spec=spec).sum()
+            loss = loss_of(net, spec, x, of=torch.sum)(params)
         loss.backward()
     return sum(event.self_cpu_memory_usage for event in profile.events())
 
@@ -267,25 +251,20 @@ def test_a_context_variable_of_the_compiler_is_no_state_of_the_function() -> Non
     torch.testing.assert_close(contextvars.Context().run(grad), x.cos() * x + x.sin(), **EXACT)
 
 
-class Chooses(nn.Module):
-    """A block that breaks the graph before it unpacks the result of a method, and that has a buffer."""
+def choose(self: Any, x: Tensor) -> Tensor:
+    p = self.l(x).softmax(-1)
+    torch._dynamo.graph_break()
+    w, i = p.max(-1)
+    return x * w[..., None] + i[..., None] * self.scale
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(6, 6)
-        self.register_buffer("scale", torch.full((), 0.5))
 
-    def forward(self, x: Tensor) -> Tensor:
-        p = self.l(x).softmax(-1)
-        torch._dynamo.graph_break()
-        w, i = p.max(-1)
-        return x * w[..., None] + i[..., None] * self.scale
+Chooses = module_class("Chooses", lambda: {"l": nn.Linear(6, 6), "scale": nn.Buffer(torch.full((), 0.5))}, choose)
+"""A block that breaks the graph before it unpacks the result of a method, and that has a buffer."""
 
 
 @seldom
 @pytest.mark.filterwarnings("ignore::funshard._call.compiled_unit.CompileWarning")
-@pytest.mark.parametrize("way", ["torch.func.grad", "grad of grad", "fs.grad"])
-@pytest.mark.parametrize("has_buffers", [False, True])
+@every(way=["torch.func.grad", "grad of grad", "fs.grad"], has_buffers=[False, True])
 def test_a_unit_inside_of_remat_in_a_transform(way: str, has_buffers: bool) -> None:
     """It runs without the modes of remat, in which Dynamo loses results, and remat takes Dynamo's attributes for nobody's."""
     net, x = nn.Sequential(block := model(1, Chooses)[0], block, nn.Linear(6, 1).double()), batch()
@@ -293,7 +272,7 @@ def test_a_unit_inside_of_remat_in_a_transform(way: str, has_buffers: bool) -> N
     buffers = {name: b.clone() for name, b in net.named_buffers(remove_duplicate=False)} if has_buffers else None
 
     def loss(params: fs.Params, buffers: Any) -> Tensor:
-        return fs.functional_call(net, params, (x,), spec=spec, buffers=buffers).square().sum()
+        return loss_of(net, spec, x, buffers=buffers)(params)
 
     def plain(params: fs.Params) -> Tensor:
         return torch.func.functional_call(net, params, (x,), tie_weights=False).square().sum()  # torch would leave them
@@ -318,12 +297,8 @@ def test_a_recomputed_module_around_compiled_units_in_a_stack(way: str) -> None:
     results: list[Any] = []
     for compile in (False, AOT):
         inner = fs.by_type(Block, p=P("shard", compile=compile))
-        spec = fs.policies.override(fs.by_type(Stack, p=P("shard", remat=bool(compile))), inner)(net)
-
-        def loss(params: fs.Params, spec: fs.PartitionSpec = spec) -> Tensor:
-            return fs.functional_call(net, params, (x,), spec=spec).square().sum()
-
-        params = fs.shard(net, spec)
+        spec, params = shards_of(fs.policies.override(fs.by_type(Stack, p=P("shard", remat=bool(compile))), inner), net)
+        loss = loss_of(net, spec, x)
         if way == "hvp":
             results.append(fs.hvp(loss, params, {key: p.cos() for key, p in params.items()}, forward=False))
         else:
@@ -335,6 +310,10 @@ def test_a_recomputed_module_around_compiled_units_in_a_stack(way: str) -> None:
 Leaf = module_class("Leaf", lambda: {"l": nn.Linear(6, 6)}, lambda self, x: self.l(x).sin())
 
 
+def leaf(name: str, forward: Callable[[Any, Tensor], Any]) -> type[nn.Module]:
+    return type(name, (Leaf,), {"forward": forward})
+
+
 class Breaks(Leaf):
     def forward(self, x: Tensor) -> Tensor:
         y = self.l(x)
@@ -342,20 +321,7 @@ class Breaks(Leaf):
         return y.sin() * self.l.bias
 
 
-class Branches(Leaf):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.l(x)
-        return y * 2 if y.sum() > 0 else y * 3 * self.l.bias
-
-
-class Writes(Leaf):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.l.weight.mul_(0.5)
-        return self.l(x)
-
-
-Mixed = type("Mixed", (Leaf,), {"forward": lambda self, x: {"y": self.l(x), "x": x, "n": 3, "i": torch.arange(2)}})
+Mixed = leaf("Mixed", lambda self, x: {"y": self.l(x), "x": x, "n": 3, "i": torch.arange(2)})
 
 
 class Chain(nn.Sequential):
@@ -366,30 +332,24 @@ class Chain(nn.Sequential):
         return x
 
 
-def leaf_step(
-    kind: type[nn.Module], grad: Callable[[Loss], Any], compile: bool | Compile, *, remat: bool | Remat = False
-) -> Any:
+def leaf_step(kind: type[nn.Module], compile: bool | Compile, *, remat: bool | Remat = False) -> Any:
     torch.manual_seed(0)
     net = Chain(nn.Linear(6, 6), *[kind() for _ in range(3)]).double()
-    spec = fs.by_type(kind, p=P("shard", compile=compile, remat=remat))(net).on({"shard": 1})
-    params = {key: 1.5 * shard for key, shard in fs.shard(net, spec).items()}
-    buffers = {name: b.clone() for name, b in net.named_buffers()}
-    given = {key: shard.clone() for key, shard in params.items()}
+    spec, params = shards_of(fs.by_type(kind, p=P("shard", compile=compile, remat=remat)), net, ALONE)
+    params, given = ({key: 1.5 * shard for key, shard in params.items()} for _ in range(2))
     try:
-        grads = grad(lambda p: fs.functional_call(net, p, batch(), spec=spec, buffers=buffers).sum())(params)
+        return fs.grad(loss_of(net, spec, batch()))(params)
     finally:
         torch.testing.assert_close(params, given, rtol=0, atol=0)
-    return grads, buffers
 
 
 @at_most(4)
-@pytest.mark.parametrize("kind", [Breaks, Mixed])
-@pytest.mark.parametrize("remat", [False, True, Remat(save={torch.ops.aten.addmm.default})])
+@every(kind=[Breaks, Mixed], remat=[False, True, Remat(save={torch.ops.aten.addmm.default})])
 def test_what_people_write(kind: type[nn.Module], remat: bool | Remat) -> None:
     """Graph breaks, and results of several kinds. What Dynamo keeps in context variables is no state of the function."""
     for _ in range(2):
-        got = leaf_step(kind, fs.grad, AOT, remat=remat)
-        torch.testing.assert_close(got, leaf_step(kind, fs.grad, False), **EXACT)
+        got = leaf_step(kind, AOT, remat=remat)
+        torch.testing.assert_close(got, leaf_step(kind, False), **EXACT)
     assert counted()[0] > 0
 
 
@@ -412,7 +372,10 @@ def test_pieces_are_exact_or_refused(alone: Pool, name: str, p: str) -> None:
 SMALL = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
-def transformer(rank: int) -> None:
+@seldom
+@real_ranks(2)
+def test_transformers_at_their_defaults(rank: int) -> None:
+    """Every layer of a Llama runs compiled."""
     reset()
     warnings.simplefilter("error", fs._call.compiled_unit.CompileWarning)
     torch.manual_seed(0)
@@ -421,33 +384,25 @@ def transformer(rank: int) -> None:
     ids = torch.randint(1, 17, (2, 5), generator=torch.Generator().manual_seed(rank))
     found = []
     for compile in (False, AOT):
-        spec = fs.by_type(kind, p=P("shard", compile=compile))(net).bound
         torch.manual_seed(rank)
-        call = lambda p, spec=spec: fs.functional_call(net, p, (), {"input_ids": ids, "labels": ids}, spec=spec).loss  # noqa: E731
-        found.append(fs.grad(call)(fs.shard(net, spec)))
+        policy, kwargs = fs.by_type(kind, p=P("shard", compile=compile)), {"input_ids": ids, "labels": ids}
+        found.append(gradient_of(policy, net, kwargs=kwargs, of=lambda out: out.loss))
     torch.testing.assert_close(found[1], found[0], **EXACT)
     assert counted()[0] > 0
-
-
-@seldom
-def test_transformers_at_their_defaults(gloo2: Pool) -> None:
-    gloo2.run(transformer)
 
 
 # --- by .compile() ---
 @pytest.mark.parametrize("is_bare", [False, True], ids=["model", "skeleton"])
 def test_blocks_that_the_user_compiled(is_bare: bool) -> None:
-    net = model()
-    spec = fs.by_type(Block)(net).on({"shard": 1})
-    params = fs.shard(net, spec)
-    loss = lambda net: fs.grad(lambda p: fs.functional_call(net, p, batch(), spec=spec).sum())(params)  # noqa: E731
-    net.eval()
-    expected = loss(net)
+    net = model().eval()
+    spec, params = shards_of(fs.by_type(Block), net, ALONE)
+    expected = fs.grad(loss_of(net, spec, batch()))(params)
     for block in net[:4]:
         block.compile(backend="aot_eager")
     made = [block._compiled_call_impl for block in net]
     reset()
-    torch.testing.assert_close(loss(fs.skeleton(net) if is_bare else net), expected, **EXACT)
+    got = fs.grad(loss_of(fs.skeleton(net) if is_bare else net, spec, batch()))(params)
+    torch.testing.assert_close(got, expected, **EXACT)
     assert counted() == (2, 0)
     assert [block._compiled_call_impl for block in net] == made
 
@@ -478,23 +433,21 @@ def test_bad_options(make: Callable[[], object], words: str) -> None:
 
 def test_units_inside_of_a_compiled_one() -> None:
     """Casts or recomputation inside would be lost in the graph; gathering is not."""
-    net = model(2)
-    spec = fs.by_path({"0": P("shard", compile=AOT), "0.up": P("shard")})(net).on({"shard": 1})
-    plain = fs.by_path({"0": P("shard"), "0.up": P("shard")})(net).on({"shard": 1})
-    grads = []
-    for one in (plain, spec):
+    net, grads = model(2), []
+    for compile in (False, AOT):
         torch.manual_seed(1)
-        grads.append(fs.grad(lambda p, s=one: fs.functional_call(net, p, batch(), spec=s).sum())(fs.shard(net, one)))
+        policy = fs.by_path({"0": P("shard", compile=compile), "0.up": P("shard")})
+        grads.append(gradient_of(policy, net, batch(), mesh=ALONE))
     torch.testing.assert_close(grads[1], grads[0], **EXACT)
     for inner in (P(remat=True), P(offload="activations"), P(precision=fs.Precision(param=torch.float32))):
-        spec = fs.by_path({"0": P("shard", compile=AOT), "0.up": inner})(net).on({"shard": 1})
-        with pytest.raises(ValueError, match=r"unit '0\.up' .* is inside of module '0', which is compiled as one"):
-            fs.functional_call(net, fs.shard(net, spec), batch(), spec=spec)
+        policy = fs.by_path({"0": P("shard", compile=AOT), "0.up": inner})
+        words = r"unit '0\.up' .* is inside of module '0', which is compiled as one"
+        refused(ValueError, words, lambda policy=policy: gradient_of(policy, net, batch(), mesh=ALONE))
 
 
 def test_a_graph_break_with_fullgraph_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"module '1' with Compile\(fullgraph=True\) has a graph break \(.*graph_break"):
-        leaf_step(Breaks, fs.grad, Compile(backend="aot_eager", fullgraph=True))
+        leaf_step(Breaks, Compile(backend="aot_eager", fullgraph=True))
 
 
 @pytest.mark.parametrize(
@@ -507,15 +460,12 @@ def test_a_graph_break_with_fullgraph_is_an_error() -> None:
     ],
 )
 def test_a_name_that_torch_does_not_know(options: dict[str, Any], words: str) -> None:
-    refused(ValueError, words, lambda: leaf_step(Leaf, fs.grad, Compile(**options)))
-
-
-Misfits = type("Misfits", (Leaf,), {"forward": lambda self, x: self.l(x) @ x})
+    refused(ValueError, words, lambda: leaf_step(Leaf, Compile(**options)))
 
 
 def test_an_error_in_what_is_compiled_names_the_module() -> None:
     words = r"module '1' with P\(compile=True\) does not compile: .*same reduction dim.*; expected"
-    refused(RuntimeError, words, lambda: leaf_step(Misfits, fs.grad, AOT))
+    refused(RuntimeError, words, lambda: leaf_step(leaf("Misfits", lambda self, x: self.l(x) @ x), AOT))
 
 
 def second_derivatives_are_refused(rank: int, alone: bool) -> None:
@@ -523,10 +473,8 @@ def second_derivatives_are_refused(rank: int, alone: bool) -> None:
     reset()
     net = nn.Sequential(Leaf()).double()
     for p in (P("shard", compile=AOT), P("shard", reshard=False, compile=AOT)):
-        spec = fs.by_type(Leaf, p=p)(net)
-        spec = spec.on({"shard": 1}) if alone else spec.bound
-        params = {key: shard.requires_grad_() for key, shard in fs.shard(net, spec).items()}
-        loss = fs.functional_call(net, params, batch(rank), spec=spec).sum()
+        spec, params = shards_of(fs.by_type(Leaf, p=p), net, ALONE if alone else None)
+        loss = loss_of(net, spec, batch(rank))({key: shard.requires_grad_() for key, shard in params.items()})
         with pytest.raises(RuntimeError, match=r"module '0' with .* a gradient with create_graph=True, outside or inside"):
             torch.autograd.grad(loss, list(params.values()), create_graph=True)
 
@@ -537,8 +485,7 @@ def test_second_derivatives_are_refused(gloo2: Pool) -> None:
 
 
 @seldom
-@pytest.mark.parametrize("how", depth(["fs.grad"], ["fs.grad", "no_grad"]))
-@pytest.mark.parametrize("name", ["shard", "remat"])
+@every(how=depth(["fs.grad"], ["fs.grad", "no_grad"]), name=["shard", "remat"])
 def test_inductor_draws_the_random_numbers_of_eager(name: str, how: str) -> None:
     expected = trained(model(), P("shard", **PS[name]), DERIVATIVES[how])
     torch.testing.assert_close(trained(model(), P("shard", **PS[name], compile=True), DERIVATIVES[how]), expected)
@@ -546,8 +493,6 @@ def test_inductor_draws_the_random_numbers_of_eager(name: str, how: str) -> None
 
 
 # --- models that do what Dynamo does not expect, in compiled units and steps: right as in eager, or a clear error ---
-
-
 def network(kind: Callable[[], nn.Module]) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(kind(), kind(), nn.Linear(6, 2)).double()
@@ -561,60 +506,56 @@ Recurrent = module_class("Recurrent", lambda: {"gru": nn.GRU(6, 6, batch_first=T
 def test_saved_tensor_hooks_are_not_traced(rank: int) -> None:
     """On several ranks a unit has them; Dynamo compiled their frames, and failed on the version of a tensor."""
     reset()
-    net, results = network(Recurrent), []
-    for compile in (False, AOT):
-        spec = fs.by_type(Recurrent, p=P("shard", compile=compile))(net)
-        loss = lambda p, spec=spec: fs.functional_call(net, p, batch(rank), spec=spec).square().sum()  # noqa: E731
-        results.append(fs.grad(loss)(fs.shard(net, spec)))
-    torch.testing.assert_close(results[1], results[0], **EXACT)
+    net = network(Recurrent)
+    policies = [fs.by_type(Recurrent, p=P("shard", compile=compile)) for compile in (AOT, False)]
+    torch.testing.assert_close(*(gradient_of(policy, net, batch(rank)) for policy in policies), **EXACT)
 
 
-class WritesBuffers(Leaf):
-    """Its derivative is in the new values, which backward can compute from the old ones, or take as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("sums", torch.full((6,), 2.0))
-        self.register_buffer("runs", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.sums.sin()
-        self.runs += 1
-        self.sums.add_(x.detach().mean(0))
-        return super().forward(x) * scale * self.sums * self.runs
+def write_buffers(self: Any, x: Tensor) -> Tensor:
+    scale = self.sums.sin()
+    self.runs += 1
+    self.sums.add_(x.detach().mean(0))
+    return self.l(x).sin() * scale * self.sums * self.runs
 
 
-@pytest.mark.parametrize("remat", mark_seldom([False, True], False))
-@pytest.mark.parametrize("compile", [AOT, pytest.param(True, marks=seldom)])
+SUMS, RUNS = torch.full((6,), 2.0), torch.zeros((), dtype=torch.long)
+WritesBuffers = module_class(
+    "WritesBuffers",
+    lambda: {"l": nn.Linear(6, 6), "sums": nn.Buffer(SUMS.clone()), "runs": nn.Buffer(RUNS.clone())},
+    write_buffers,
+)
+"""Its derivative is in the new values, which backward can compute from the old ones, or take as they are."""
+
+
+@every(remat=mark_seldom([False, True], False), compile=[AOT, pytest.param(True, marks=seldom)])
 def test_a_buffer_that_forward_changes_in_place(compile: bool | fs.Compile, remat: bool) -> None:
     """torch's partitioner computes the new values once more in backward, from a buffer that has them already."""
     net, results = network(WritesBuffers), []
     for how in (False, compile):
-        spec = fs.by_type(WritesBuffers, p=P("shard", compile=how, remat=remat))(net).on({"shard": 1})
+        policy = fs.by_type(WritesBuffers, p=P("shard", compile=how, remat=remat))
         buffers = {name: b.clone() for name, b in net.named_buffers()}
-        loss = lambda p, spec=spec, b=buffers: fs.functional_call(net, p, batch(), spec=spec, buffers=b).sum()  # noqa: E731
-        results.append(([fs.grad(loss)(fs.shard(net, spec)) for _ in range(2)], buffers))
+        results.append(([gradient_of(policy, net, batch(), mesh=ALONE, buffers=buffers) for _ in range(2)], buffers))
     torch.testing.assert_close(results[1], results[0], **EXACT)
     assert int(results[1][1]["1.runs"]) == 2
 
 
 @at_most(1)
-@pytest.mark.parametrize("which", ["unit", pytest.param("step", marks=seldom)])
-@pytest.mark.parametrize("inside", [False, True])
+@every(which=["unit", pytest.param("step", marks=seldom)], inside=[False, True])
 def test_hooks_that_are_registered_later(which: str, inside: bool) -> None:
     """By default Dynamo does not see them, and goes on with the code from before, without an error."""
     results = []
     for is_compiled in (False, True):
         net = network(Leaf)
-        spec = fs.by_type(Leaf, p=P("shard", compile=AOT if is_compiled and which == "unit" else False))(net).on({"shard": 1})
-        step: Any = fs.grad(lambda p, x, net=net, spec=spec: fs.functional_call(net, p, x, spec=spec).sum())
+        policy = fs.by_type(Leaf, p=P("shard", compile=AOT if is_compiled and which == "unit" else False))
+        spec, params = shards_of(policy, net, ALONE)
+        step: Any = fs.grad(loss_of(net, spec, batch()))
         if is_compiled and which == "step":
             step = fs.compile(step, backend="aot_eager")
-        got = [step(fs.shard(net, spec), batch())]
+        got = [step(params)]
         handle = (net[1].l if inside else net[1]).register_forward_hook(lambda module, args, out: out * 3)
-        got.append(step(fs.shard(net, spec), batch()))
+        got.append(step(params))
         handle.remove()
-        results.append([*got, step(fs.shard(net, spec), batch())])
+        results.append([*got, step(params)])
     torch.testing.assert_close(results[1], results[0], **EXACT)
     assert (results[0][0]["1"] != results[0][1]["1"]).any()
 
@@ -634,18 +575,14 @@ class Constant(Leaf):
 
 
 @seldom
-@each
-@pytest.mark.parametrize("compiler", mark_seldom(["fs.compile", "torch.compile"], "fs.compile"))
-@pytest.mark.parametrize("forward", mark_seldom([True, False], False))
+@each(compiler=mark_seldom(["fs.compile", "torch.compile"], "fs.compile"), forward=mark_seldom([True, False], False))
 def test_no_grad_in_a_compiled_hvp(compiler: str, forward: bool) -> None:
     """torch.func.jvp itself differentiates through it."""
     net = network(Constant)
-    spec = fs.by_type(Constant)(net).on({"shard": 1})
-    params = {key: shard.double() for key, shard in fs.shard(net, spec).items()}
+    spec, params = shards_of(fs.by_type(Constant), net, ALONE)
 
     def product(params: fs.Params, x: Tensor) -> fs.Params:
-        loss = lambda p: fs.functional_call(net, p, x, spec=spec).square().sum()  # noqa: E731
-        return fs.hvp(loss, params, {key: p.cos() for key, p in params.items()}, forward=forward)
+        return fs.hvp(loss_of(net, spec, x), params, {key: p.cos() for key, p in params.items()}, forward=forward)
 
     compile = fs.compile if compiler == "fs.compile" else torch.compile
     compiled = compile(product, backend="aot_eager", fullgraph=True)
@@ -654,18 +591,17 @@ def test_no_grad_in_a_compiled_hvp(compiler: str, forward: bool) -> None:
 
 
 # --- errors that say what to do ---
-class Prints(Leaf):
+class Branches(Leaf):
     def forward(self, x: Tensor) -> Tensor:
-        print("forward")
+        y = self.l(x)
+        return y * 2 if y.sum() > 0 else y * 3 * self.l.bias
+
+
+class Writes(Leaf):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.l.weight.mul_(0.5)
         return self.l(x)
-
-
-class Keeps(Leaf):
-    kept: ClassVar[list[Tensor]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept.append(self.l(x))
-        return self.kept[-1].sin()
 
 
 class Differentiates(Leaf):
@@ -680,29 +616,27 @@ class BackwardHook(Leaf):
         self.l.register_full_backward_hook(lambda module, given, out: given)
 
 
-CHECKPOINTS = type(
-    "Checkpoints", (Leaf,), {"forward": lambda self, x: checkpoint(Leaf.forward.__get__(self), x, use_reentrant=False)}
-)
+KEPT: list[Tensor] = []
+CHECKPOINTS = leaf("Checkpoints", lambda self, x: checkpoint(Leaf.forward.__get__(self), x, use_reentrant=False))
+PRINTS = leaf("Prints", lambda self, x: print("forward") or self.l(x))
+KEEPS = leaf("Keeps", lambda self, x: KEPT.append(self.l(x)) or KEPT[-1].sin())
+SEEDS = leaf("Seeds", lambda self, x: self.l(x) * torch.rand(6, generator=torch.Generator().manual_seed(0)))
 HINTS: dict[type[nn.Module], str] = {
     CHECKPOINTS: "forward uses torch.utils.checkpoint: expected P(remat=True) of the unit, or fs.remat",
     Branches: "forward has a branch, a size or an assertion that depends on values: expected torch.where",
-    Prints: "forward prints or logs: expected that under `if not torch.compiler.is_compiling()`",
+    PRINTS: "forward prints or logs: expected that under `if not torch.compiler.is_compiling()`",
     Recurrent: "expected torch._dynamo.config.allow_rnn = True, or P(compile=True) of units",
     Writes: "forward changes a parameter, a buffer or an argument in place: expected a new tensor",
-    Keeps: "forward keeps a tensor that it computes, in a list",
+    KEEPS: "forward keeps a tensor that it computes, in a list",
     Differentiates: "expected fs.grad, fs.grad_and_value or torch.func.grad for every gradient",
     BackwardHook: "a module has a backward hook: expected tensor.register_hook in forward, or P(compile=True) of units",
-    type(
-        "Seeds", (Leaf,), {"forward": lambda self, x: self.l(x) * torch.rand(6, generator=torch.Generator().manual_seed(0))}
-    ): ("a torch.Generator is made inside of the compiled function: expected one that is made outside"),
+    SEEDS: "a torch.Generator is made inside of the compiled function: expected one that is made outside",
 }
 
 
 def compiled_gradient(kind: type[nn.Module], **options: Any) -> Any:
-    net = network(kind)
-    spec = fs.by_type(kind)(net).on({"shard": 1})
-    step = fs.compile(fs.grad(lambda p, x: fs.functional_call(net, p, x, spec=spec).sum()), backend="aot_eager", **options)
-    return step(fs.shard(net, spec), batch())
+    compiled = lambda loss: fs.compile(fs.grad(loss), backend="aot_eager", **options)  # noqa: E731
+    return gradient_of(fs.by_type(kind), network(kind), batch(), mesh=ALONE, way=compiled)
 
 
 @at_most(1)
@@ -725,9 +659,7 @@ def test_a_failed_trace_leaves_no_state() -> None:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("outer", ["fs.compile", "torch.compile"])
+@each(inside=[False, True], outer=["fs.compile", "torch.compile"])
 def test_a_compiled_step_in_a_compiled_function(inside: bool, outer: str) -> None:
     """It is a part of the graph that is being traced, also where it is made there."""
 
@@ -756,9 +688,7 @@ def test_a_compiled_step_in_a_transform_is_refused() -> None:
 def test_a_compiled_step_in_a_loss_is_refused() -> None:
     """The step runs under no_grad: gradients through it were 0."""
     loss = fs.compile(lambda params, x: (params[""].sum() * x).sum(), backend="aot_eager")
-    linear, x = nn.Linear(1, 1), torch.ones(2, 3)
-    spec = fs.policies.whole()(linear)
-    params = fs.shard(linear, spec)
+    (spec, params), x = shards_of(fs.policies.whole(), nn.Linear(1, 1)), torch.ones(2, 3)
     for gradient in (
         lambda: fs.grad(lambda p: loss({"": p[""] * 2}, x))(params),
         lambda: fs.grad(lambda p: fs.remat(loss)(p, x))(params),
@@ -775,8 +705,7 @@ def test_full_parameters_in_a_step(rank: int) -> None:
     """On several ranks: what is gathered there is not compared while it is traced."""
     reset()
     net = network(Leaf)
-    spec = fs.policies.override(fs.by_type(Leaf), fs.by_path({"1": P()}))(net).bound
-    shards = fs.shard(net, spec)
+    spec, shards = shards_of(fs.policies.override(fs.by_type(Leaf), fs.by_path({"1": P()})), net)
 
     def through(p: fs.Params, x: Tensor) -> fs.Params:
         return fs.grad(lambda q: torch.func.functional_call(net, fs.unshard(q, spec), (x,)).square().sum())(p)
@@ -788,9 +717,8 @@ def test_full_parameters_in_a_step(rank: int) -> None:
         return full, fs.shard(full, spec), fs.unshard(p, spec)
 
     for step in (through, changed):
-        expected, got = (
-            f({key: p.clone() for key, p in shards.items()}, batch(rank)) for f in (step, fs.compile(step, backend="aot_eager"))
-        )
+        both = step, fs.compile(step, backend="aot_eager")
+        expected, got = (f({key: p.clone() for key, p in shards.items()}, batch(rank)) for f in both)
         torch.testing.assert_close(got, expected, **EXACT)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most, depth, each, mark_seldom, seldom, thorough
+from depth import at_most, depth, each, every, mark_seldom, seldom, thorough
 from parity import strategies
 from ranks import real_ranks
 from test_compile import IMPORT, needs_cpp, peak_bytes
@@ -151,8 +151,7 @@ def hostile(dtype: torch.dtype, i: int) -> Tensor:
 @at_most(1)
 @each
 @pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "adamw", "sgd"))
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *depth([], [torch.bfloat16])])
-@pytest.mark.parametrize("lr", [1.0, *depth([], [1e-3])])
+@every(dtype=[torch.float64, torch.float32, *depth([], [torch.bfloat16])], lr=[1.0, *depth([], [1e-3])])
 def test_recorded_updates_equal_eager_ones(name: str, dtype: torch.dtype, lr: float) -> None:
     """Also with a rate of 0, where no gradient was; a first rate that is not the default; a scalar; units that have none."""
     rule, given = OPTIMIZERS[name]

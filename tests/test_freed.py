@@ -192,19 +192,6 @@ def gradients_are_the_callers(rank: int) -> None:
         seen.clear()
 
 
-def retained(rank: int) -> None:
-    model, x = Net(BLOCKS), numbers(rank, 0)
-    mean = averaged(model, lambda model: mean_square(model(x)))
-    for spec, prefetch in product(specs(model), AHEAD):
-        params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
-        loss = loss_of(model, spec, x, of=mean_square, prefetch=prefetch)(params)
-        for last in (False, False, True):
-            got = torch.autograd.grad(loss, list(params.values()), retain_graph=not last)
-            same(dict(zip(params, got, strict=True)), fs.shard(mean, spec, rank=rank), f"{prefetch}")
-        with pytest.raises(RuntimeError, match="a second time"):
-            torch.autograd.grad(loss, list(params.values()))
-
-
 def input_gradient_in_the_loss(rank: int) -> None:
     """Backward in the middle of the loss, of the input alone, and then through that."""
     model, x = Net(BLOCKS), numbers(rank, 0).requires_grad_()
@@ -267,7 +254,7 @@ CASES: dict[str, Callable[[int], None]] = {
     "outputs": lambda rank: agrees(rank, with_parameters, outputs_and_parameters),
     "closure": lambda rank: agrees(rank, with_closure, lambda after, x: mean_square(after(x))),
     "used again": lambda rank: agrees(rank, again_later, mean_square),
-    **{f.__name__: f for f in (stash, gradients_are_the_callers, retained, input_gradient_in_the_loss, failing, generator)},
+    **{f.__name__: f for f in (stash, gradients_are_the_callers, input_gradient_in_the_loss, failing, generator)},
 }
 
 
@@ -275,7 +262,7 @@ CASES: dict[str, Callable[[int], None]] = {
 @pytest.mark.parametrize("name", CASES)
 @real_ranks(2)
 def test_what_outlives_its_unit_is_right_or_an_error(rank: int, name: str) -> None:
-    """Outputs, views, closures, attributes, a second use, second, repeated and partial backwards, failures, generators."""
+    """Outputs, views, closures, attributes, a second use, partial backwards, failures, generators."""
     CASES[name](rank)
 
 

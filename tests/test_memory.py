@@ -233,9 +233,7 @@ def inputs_of(*modules: nn.Module) -> list[weakref.ref[Any]]:
     """The storages of what these are going to be given."""
     inside: list[weakref.ref[Any]] = []
     for module in modules:
-        module.register_forward_pre_hook(
-            lambda _, args: inside.append(weakref.ref(_torch.unwrap(args[0]).untyped_storage())),
-        )
+        module.register_forward_pre_hook(lambda _, args: inside.append(weakref.ref(_torch.unwrap(args[0]).untyped_storage())))
     return inside
 
 

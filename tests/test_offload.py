@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import orders
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import refused, unchanged
 from offloaded import counted, everywhere, moved
-from parity import WAYS, check_parity, numbers
+from parity import WAYS, check_parity, gradient_of, loss_of, numbers, shards_of
 from peer_models import MLP, Net
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,17 +72,10 @@ def quiet(x: Tensor) -> Tensor:
     return x.exp()
 
 
-ORDERS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
-    "backward": lambda f, x: WAYS["backward"](lambda p: f(p["x"]))({"x": x}),
-    "fs.grad": lambda f, x: fs.grad_and_value(lambda p: f(p["x"]))({"x": x}),
-    "grad": lambda f, x: torch.func.grad(f)(x),
-    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones((), dtype=x.dtype)),
-    "double": lambda f, x: twice(f, x),
-    "hvp": lambda f, x: fs.hvp(lambda p: f(p["x"]), {"x": x}, {"x": x.cos()}),
-    "grad of grad": lambda f, x: torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum())(x),
-    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
-    "vmap": lambda f, x: torch.vmap(torch.func.grad(f), randomness="same")(torch.stack([x, 2 * x])),
-    "vmap inside": lambda f, x: WAYS["backward"](lambda p: torch.vmap(f, randomness="same")(p["x"][None]).sum())({"x": x}),
+ORDERS: dict[str, Callable[[Callable[[Tensor], Tensor], tuple[Tensor]], Any]] = {
+    **orders.ORDERS,
+    "double": lambda f, xs: twice(f, *xs),
+    "vmap inside": lambda f, xs: orders.by_a_kept_graph(lambda x: torch.vmap(f, randomness="same")(x[None]).sum(), xs),
 }
 
 
@@ -94,27 +89,22 @@ def twice(f: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
     return [again, g.detach(), *first, *torch.autograd.grad(g.cos().sum(), x)]
 
 
+STEP_LISTS = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.booleans()), min_size=1, max_size=5)
+
+
 @settings(max_examples=depth(8, 400))
-@given(
-    st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5),
-    st.sampled_from(sorted(ORDERS)),
-    st.integers(0, 400),
-    st.data(),
-)
-def test_values_are_those_of_the_plain_function(steps: list[str], order: str, load: int, data: st.DataObject) -> None:
+@given(STEP_LISTS, st.booleans(), st.sampled_from(sorted(ORDERS)), st.integers(0, 400))
+def test_values_are_those_of_the_plain_function(steps: list[tuple[str, bool]], whole: bool, order: str, load: int) -> None:
     """Whatever is computed, whichever parts of it are offloaded, in loads of any size, at every order."""
-    parts = [STEPS[step] for step in steps]
-    which = data.draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts)))
-    whole = data.draw(st.booleans())
 
     def run(wrap: Callable[..., Any]) -> Any:
         def f(x: Tensor) -> Tensor:
-            for part, mine in zip(parts, which, strict=True):
-                x = (wrap(part, load=load) if mine else part)(x)
+            for step, mine in steps:
+                x = (wrap(STEPS[step], load=load) if mine else STEPS[step])(x)
             return x.square().mean()
 
         torch.manual_seed(0)
-        return ORDERS[order](wrap(f, load=load) if whole else f, numbers(0, 0, 4))
+        return ORDERS[order](wrap(f, load=load) if whole else f, (numbers(0, 0, 4),))
 
     with counted() as copies:
         equal(run(moved), run(lambda f, **_: f))
@@ -141,10 +131,8 @@ def test_a_storage_goes_once_and_what_the_caller_holds_stays() -> None:
     assert saved(lambda: x.t().sin().t() @ w.t()) == (1, 0)
     assert saved(lambda x, y: x * y.cos(), x, plus) == (1, 0)  # an argument that nobody differentiates
     assert saved(lambda x: frozen(x * 2).tanh(), x) == (1, 0)
-    assert saved(lambda x: (lambda y: y.sin() + y.t().cos().t() + y.view(-1).exp().view_as(y))(x * 2), x) == (
-        2,
-        0,
-    )  # y, its exp
+    of_views = saved(lambda x: (lambda y: y.sin() + y.t().cos().t() + y.view(-1).exp().view_as(y))(x * 2), x)
+    assert of_views == (2, 0)  # y, its exp
     assert saved(lambda x: sum(y.sin() for y in (x * 2).chunk(3, 1)), x) == (1, 0)
     assert saved(lambda x: sum(y.sin() for y in (x * 2).chunk(4, 0)), x) == (1, 0)
     assert saved(lambda x: (x * 2).sin().exp(), x, at_least=24 * 8) == (2, 0)
@@ -158,8 +146,9 @@ def test_a_storage_goes_once_and_what_the_caller_holds_stays() -> None:
     assert copies.out == 0
 
 
-def test_a_change_in_place_is_refused_as_ever() -> None:
-    x = X.clone().requires_grad_()
+def test_changes_in_place() -> None:
+    """Refused as ever; saved, changed and saved again, each derivative has, or refuses, what was there when it was saved."""
+    x, scale = X.clone().requires_grad_(), X.clone()
 
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x * 2
@@ -173,23 +162,17 @@ def test_a_change_in_place_is_refused_as_ever() -> None:
     changed = moved(lambda x: (lambda y: y.sin() + y.mul_(2).cos())(x * 2))
     refused(RuntimeError, "modified in place", lambda: changed(x).sum().backward())
 
-
-def test_what_has_changed_rests_anew() -> None:
-    """Saved, changed in place and saved again: each derivative has, or refuses, what was there when it was saved."""
-    x, scale = X.clone().requires_grad_(), X.clone()
-
-    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+    def g(x: Tensor) -> tuple[Tensor, Tensor]:
         before = (x * scale).sin()  # after which the scale has left
         scale.mul_(2)
         return before, x * scale
 
-    before, after = moved(f, load=1)(x)
+    before, after = moved(g, load=1)(x)
     equal(torch.autograd.grad(after.sum(), x), (scale,))
     refused(RuntimeError, "modified in place", lambda: before.sum().backward())
 
 
-@pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM])
-@pytest.mark.parametrize("load", [1, 1 << 26])
+@every(cell=[nn.GRU, nn.LSTM], load=[1, 1 << 26])
 def test_recurrent_layers(cell: type[nn.RNNBase], load: int) -> None:
     """Their cells take gates from one product by ``unsafe_chunk``; two calls, of which the first has left."""
     module = cell(4, 3, 2).double()
@@ -224,17 +207,13 @@ def test_nothing_is_left_behind() -> None:
             transform(moved(fails))(x)
         nothing_left()
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            raise KeyError("backward")
+    def then_fails(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        y.register_hook(lambda _: {}["backward"])
+        return y.cos().exp()
 
     with counted() as copies:
-        y = moved(lambda x: Fails.apply(x.sin().exp()).cos().exp(), load=1)(x)
+        y = moved(then_fails, load=1)(x)
         with pytest.raises(KeyError):
             y.sum().backward()
         del y
@@ -349,12 +328,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {"noisy": (noisy, "bloc
 """By name: the model, and one of its blocks."""
 
 
-def loss_of(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> Callable[[fs.Params], Tensor]:
+@contextlib.contextmanager
+def ignored_buffers() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
+        yield
+
+
+def seeded_loss(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> Callable[[fs.Params], Tensor]:
     def loss(params: fs.Params) -> Tensor:
         torch.manual_seed(rank)
         if isinstance(model, Net):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
+            with ignored_buffers():
                 return fs.functional_call(model, params, (numbers(rank, 0),), spec=spec).square().mean()
         ids = torch.randint(19, (2, 7), generator=torch.Generator().manual_seed(rank))
         return fs.functional_call(model, params, kwargs={"input_ids": ids, "labels": ids}, spec=spec).loss
@@ -400,11 +385,7 @@ def p_of(which: str, dtype: torch.dtype = torch.float64, **more: Any) -> P:
 
 
 @at_most(4)
-@each
-@pytest.mark.parametrize("way", mark_seldom(sorted(STEP), "fs", "backward", "hvp", "torch.func"))
-@pytest.mark.parametrize("which", PS)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("to", [ACTIVATIONS, "params"])
+@each(to=[ACTIVATIONS, "params"], name=MODELS, which=PS, way=mark_seldom(STEP, "fs", "backward", "hvp", "torch.func"))
 @real_ranks(2)
 def test_units_on_real_ranks(rank: int, to: str, name: str, which: str, way: str) -> None:
     """Two ranks, dropout and buffers included: the bits of the same units without offload."""
@@ -412,14 +393,12 @@ def test_units_on_real_ranks(rank: int, to: str, name: str, which: str, way: str
     model = make()
     blocks, dtype = type(model.get_submodule(block)), next(model.parameters()).dtype
     with unchanged(model):
-        plain = fs.by_type(blocks, p=p_of(which, dtype))(model).bound
-        params = fs.shard(model, plain)
-        expected = STEP[way](loss_of(model, plain, rank), params)
+        plain, params = shards_of(fs.by_type(blocks, p=p_of(which, dtype)), model)
+        expected = STEP[way](seeded_loss(model, plain, rank), params)
         with elsewhere() as slices, everywhere() as saved:
-            spec = fs.by_type(blocks, p=p_of(which, dtype, offload=to))(model).bound
-            shards = fs.shard(model, spec)
+            spec, shards = shards_of(fs.by_type(blocks, p=p_of(which, dtype, offload=to)), model)
             equal(shards, params)
-            equal(STEP[way](loss_of(model, spec, rank), shards), expected)
+            equal(STEP[way](seeded_loss(model, spec, rank), shards), expected)
             equal(fs.unshard(shards, spec), fs.unshard(params, plain))
         if to == ACTIVATIONS:
             assert (saved.out > 5) is (way in IN_GRAPHS)
@@ -428,9 +407,6 @@ def test_units_on_real_ranks(rank: int, to: str, name: str, which: str, way: str
             assert slices.beside > 6 or way in ("hvp", "grad of grad")
     assert saved.wait_for_none()
     nothing_left()
-
-
-TO = None, ACTIVATIONS
 
 
 class OffloadsInside(MLP):
@@ -451,12 +427,10 @@ def test_a_function_that_forward_offloads(rank: int) -> None:
     results: list[Any] = []
     for block in (Plain, OffloadsInside):
         torch.manual_seed(0)
-        model, x = Net(2), numbers(rank, 0)
+        model = Net(2)
         model.blocks = nn.ModuleList([block(5) for _ in range(2)])
-        spec = fs.by_type(MLP)(model).bound
-        loss = lambda p, model=model, spec=spec: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
         with counted() as copies:
-            results.append(fs.grad(loss)(fs.shard(model, spec)))
+            results.append(gradient_of(fs.by_type(MLP), model, numbers(rank, 0)))
         assert (copies.out > 2) is (block is OffloadsInside)
     equal(results[1], results[0])
 
@@ -466,19 +440,15 @@ def test_a_function_that_forward_offloads(rank: int) -> None:
 def test_compiled_checkpointed_and_offloaded_as_a_whole(rank: int) -> None:
     """fs.compile decides for itself, a checkpoint around the call keeps nothing to move, offload around it moves all."""
     model, x = Net(2), numbers(rank, 0)
-    plain, spec = (fs.by_type(MLP, p=P("shard", offload=to))(model).bound for to in TO)
-    params = fs.shard(model, spec)
-    expected = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=plain).square().mean())(params)
-
-    def loss(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (x,), spec=spec).square().mean()
-
+    plain, spec = (fs.by_type(MLP, p=P("shard", offload=to))(model).bound for to in (None, ACTIVATIONS))
+    params, loss = fs.shard(model, spec), loss_of(model, spec, x)
+    expected = fs.grad(loss_of(model, plain, x))(params)
     with everywhere() as copies:
         torch._dynamo.reset()
         equal(fs.compile(fs.grad(loss), backend="aot_eager")(params), expected)
         equal(fs.grad(lambda p: checkpoint(loss, p, use_reentrant=False))(params), expected)
         assert copies.out == 0
-        around = moved(lambda p: fs.functional_call(model, p, (x,), spec=plain).square().mean())
+        around = moved(loss_of(model, plain, x))
         equal(fs.grad(around)(params), expected)
         equal(torch.func.grad(around)(params), expected)
         assert copies.out > 4  # torch.func.grad moves none
@@ -495,8 +465,7 @@ def test_fsdp_checkpoint(rank: int, options: dict[str, Any]) -> None:
     """Losses, gradients and parameters over steps are the averaged plain model's: offloaded, recomputed, or both."""
     spec = fs.by_type(Noisy, p=P("shard", **options))
     model = noisy().eval()  # both runs draw other numbers
-    with everywhere() as copies, warnings.catch_warnings():
-        warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
+    with everywhere() as copies, ignored_buffers():
         check_parity(rank, model, spec(model), steps=3)
     assert (copies.out > 0) is bool(options.get("offload"))
 
@@ -511,8 +480,7 @@ def test_everything_else_that_takes_shards(rank: int) -> None:
     """Compiled, checkpointed, visited twice, frozen, whole steps, full parameters and back, other specs."""
     model, x = Net(3), numbers(rank, 0)
     model.first.requires_grad_(False)
-    plain = fs.by_type(MLP)(model).bound
-    params = fs.shard(model, plain)
+    plain, params = shards_of(fs.by_type(MLP), model)
 
     def loss_on(spec: fs.PartitionSpec, times: int = 1) -> Callable[[fs.Params], Tensor]:
         def loss(params: fs.Params) -> Tensor:
@@ -558,25 +526,18 @@ def test_everything_else_that_takes_shards(rank: int) -> None:
 @real_ranks(4)
 def test_hybrid(rank: int) -> None:
     """Two axes, bound one after the other: a slice leaves once it is reduced over both."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(2, 2)
     model, x = Net(3), numbers(rank, 0)
     call = lambda p, spec, **options: fs.functional_call(model, p, (x,), spec=spec, **options).square().mean()  # noqa: E731
-    for p in (
-        P("shard"),
-        P("shard", precision=fs.Precision(param=torch.float32, reduce=torch.float32)),
-        P(("replicate", "shard")),
-    ):
-        plain = fs.by_type(MLP, p=p)(model).on(mesh)
-        params = fs.shard(model, plain)
+    narrow = fs.Precision(param=torch.float32, reduce=torch.float32)
+    for p in (P("shard"), P("shard", precision=narrow), P(("replicate", "shard"))):
+        plain, params = shards_of(fs.by_type(MLP, p=p), model, mesh)
         with elsewhere():
             spec = fs.by_type(MLP, p=P(p.axis, precision=p.precision, offload=PARAMS))(model).on(mesh)
             equal(fs.grad(call)(params, spec), fs.grad(call)(params, plain))
             if p.axis == "shard" and not p.precision:
-                first, expected = (fs.grad(call)(params, s, reduce_axes="shard") for s in (spec, plain))
-                equal(
-                    fs.reduce_grads(first, spec, reduce_axes="replicate"),
-                    fs.reduce_grads(expected, plain, reduce_axes="replicate"),
-                )
+                firsts = [fs.grad(call)(params, s, reduce_axes="shard") for s in (spec, plain)]
+                equal(*(fs.reduce_grads(g, s, reduce_axes="replicate") for g, s in zip(firsts, (spec, plain), strict=True)))
 
 
 def test_simulated_ranks() -> None:
@@ -589,13 +550,11 @@ def test_simulated_ranks() -> None:
 
         def one(mesh: Any, x: Tensor) -> Any:
             here = spec.on(mesh)
-            loss = lambda p: fs.functional_call(model, p, (x,), spec=here).square().mean()  # noqa: E731
-            shards = fs.shard(params, here)
+            loss, shards = loss_of(model, here, x), fs.shard(params, here)
             return torch.func.grad(loss)(shards), fs.hvp(loss, shards, {k: v.cos() for k, v in shards.items()})
 
         torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
+        with ignored_buffers():
             return fs.testing.spmd(one, 2)(xs)
 
     expected = derivatives(None)
@@ -652,8 +611,7 @@ def test_averages_and_compressors_on_real_ranks(rank: int) -> None:
             equal(averaged_and_compressed(PARAMS), expected)
 
 
-@pytest.mark.parametrize("axis", ["shard", None])
-@pytest.mark.parametrize("name", COMPRESSORS)
+@every(axis=["shard", None], name=COMPRESSORS)
 def test_compressed_gradients_are_where_the_shards_are(monkeypatch: pytest.MonkeyPatch, name: str, axis: str | None) -> None:
     """With "meta" in the place of the host."""
     monkeypatch.setattr(_compressors, "HOST", torch.device("meta"))
@@ -686,13 +644,9 @@ def test_a_shard_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
     params = {key: torch.zeros(spec.shard_numel(spec.by_key[key]), dtype=torch.float64) for key in spec.by_key}
     params["blocks.1"] = params["blocks.1"].as_subclass(There)
     message = r"unit 'blocks\.1' has P\(offload=\"params\"\): expected its shard on the host, .* to cuda:0, got it on cuda:0; "
-    for run in (
-        lambda: fs.functional_call(model, params, (numbers(0, 0),), spec=spec),
-        lambda: fs.unshard(params, spec),
-        lambda: fs.param_views(params, spec, rank=0),
-        lambda: fs.unshard(params, spec),
-    ):
-        refused(ValueError, message, lambda: run())
+    refused(ValueError, message, lambda: fs.functional_call(model, params, (numbers(0, 0),), spec=spec))
+    refused(ValueError, message, lambda: fs.unshard(params, spec))
+    refused(ValueError, message, lambda: fs.param_views(params, spec, rank=0))
     monkeypatch.setattr(fs.collectives.Mesh, "device", None)
     whole = {name: p.detach().as_subclass(There) for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match=r"expected a mesh that says on which device it is used, got sizes \{'shard': 1\}"):
@@ -717,15 +671,10 @@ def test_grad_acc_cpu_offload(rank: int) -> None:
     torch.manual_seed(0)
     model = Net(3)
     with elsewhere():
-        spec = fs.by_type(MLP, p=P("shard", offload=PARAMS))(model).bound
-        shards = fs.shard(model, spec)
-        loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
-        xs = [numbers(rank, i) for i in range(3)]
-        each_ = [fs.grad(loss)(shards, x) for x in xs]
-        full = fs.unshard(shards, spec)
-        once = [fs.grad(loss)(full, x) for x in xs]
-        total = {key: sum(g[key] for g in each_) for key in shards}
-        summed = {name: sum(g[name] for g in once) for name in full}
+        spec, shards = shards_of(fs.by_type(MLP, p=P("shard", offload=PARAMS)), model)
+        grads, full = [fs.grad(loss_of(model, spec, numbers(rank, i))) for i in range(3)], fs.unshard(shards, spec)
+        each_, once = ([grad(params) for grad in grads] for params in (shards, full))
+        total, summed = ({key: sum(g[key] for g in some) for key in some[0]} for some in (each_, once))
         for key, g in fs.reduce_grads(summed, spec).items():
             torch.testing.assert_close(g, total[key], rtol=1e-9, atol=1e-12)
             assert g.device.type == "cpu"
@@ -737,10 +686,8 @@ def test_dp_state_dict_cpu_offload(rank: int) -> None:
     torch.manual_seed(0)
     model, x = Net(2), numbers(rank, 0)
     with elsewhere():
-        spec = fs.by_type(MLP, p=P("shard", offload=PARAMS))(model).bound
-        init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, fused=True)
-        loss = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_type(MLP, p=P("shard", offload=PARAMS)), model)
+        (init, update), loss = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, fused=True), loss_of(model, spec, x)
         state = init(params)
         params, state = update(fs.grad(loss)(params), state, params)
         full = fs.unshard(params, spec, rank0_only=True, offload_to_cpu=True)
@@ -754,15 +701,14 @@ def test_together_with_activations(rank: int) -> None:
     """Params and activations on the host at once; the order of a spec; full parameters in the place of a shard."""
     torch.manual_seed(0)
     model, x = Net(3), numbers(rank, 0)
-    plain = fs.by_type(MLP)(model).bound
-    params = fs.shard(model, plain)
-    call = lambda p, spec: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
+    plain, params = shards_of(fs.by_type(MLP), model)
+    grad = lambda p, spec: fs.grad(loss_of(model, spec, x))(p)  # noqa: E731
     with elsewhere() as copies:
         spec = fs.by_type(MLP, p=P("shard", offload={PARAMS, "activations"}))(model).bound
         order = fs.trace_order(model, spec, x)
         assert order == fs.trace_order(model, plain, x)
         with everywhere() as activations:
-            equal(fs.grad(call)(params, spec.ordered(order)), fs.grad(call)(params, plain))
+            equal(grad(params, spec.ordered(order)), grad(params, plain))
         assert min(copies.beside, activations.out) > 3
         mixed = {key: x for key, x in params.items() if key != "blocks.0"} | fs.unshard(params, spec, units=["blocks.0"])
-        equal(fs.grad(call)(mixed, spec), fs.grad(call)(mixed, plain))
+        equal(grad(mixed, spec), grad(mixed, plain))

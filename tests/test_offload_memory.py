@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,8 +20,9 @@ import torch._dynamo  # torch imports it in its first operator under a mode, and
 from collective_log import meta_world
 from depth import at_most, each
 from hosted import elsewhere
+from models import module_class
 from offloaded import Stream, Told, Where, everywhere
-from parity import WAYS
+from parity import WAYS, loss_of, shards_of
 from test_memory import no_collector
 from test_profiling import logged
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ import funshard as fs
 from funshard import P, _torch
 from funshard._core.ops import PendingResult
 from funshard._torch import storage
-from funshard._transforms import offload as host_buffers
 from funshard._wire.chain import BufferPool
 from funshard._wire.reductions import ReductionQueue
 
@@ -41,13 +41,11 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, device: str = "cpu") -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((width, width), 0.1, dtype=torch.float64, device=device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(x @ self.weight)
+Block = module_class(
+    "Block",
+    lambda width, device="cpu": {"weight": nn.Parameter(torch.full((width, width), 0.1, dtype=torch.float64, device=device))},
+    lambda self, x: x + torch.tanh(x @ self.weight),
+)
 
 
 # --- activations ---
@@ -65,15 +63,23 @@ class Tailed(nn.Sequential):
         return super().forward(x).tanh()
 
 
+def narrow_blocks(blocks: int = 4, kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
+    return kind(*[Block(NARROW, "meta") for _ in range(blocks)])
+
+
+def of_rows() -> Tensor:
+    return torch.empty(ROWS, NARROW, dtype=torch.float64, device="meta")
+
+
 def step_of_activations(blocks: int, way: str, p: P) -> Where:
-    model = nn.Sequential(*[Block(NARROW, "meta") for _ in range(blocks)])
+    model, x = narrow_blocks(blocks), of_rows()  # which is the caller's, and not counted
     spec = fs.by_type(Block, p=p)(model).bound
     params = fs.shard(model, spec, rank=0)
-    x = torch.empty(ROWS, NARROW, dtype=torch.float64, device="meta")  # the caller's, and not counted
+    call = loss_of(model, spec, x, of=torch.sum)
     with everywhere(1 << 20), Where(ACTIVATION, x) as where:
 
         def loss(params: fs.Params) -> Tensor:
-            y = fs.functional_call(model, params, (x,), spec=spec).sum()
+            y = call(params)
             where.turn = where.now("meta"), where.now("cpu"), dict(where.peak)
             where.peak["meta"] = where.now("meta")
             return y
@@ -83,9 +89,7 @@ def step_of_activations(blocks: int, way: str, p: P) -> Where:
     return where
 
 
-@each
-@pytest.mark.parametrize("way", ["fs", "backward"])
-@pytest.mark.parametrize("blocks", [4, 8])
+@each(blocks=[4, 8], way=["fs", "backward"])
 def test_two_loads_are_on_the_device(world: None, way: str, blocks: int) -> None:
     """In activations, of n blocks of which each saves 2 (the first 1: its argument is the caller's):
 
@@ -104,9 +108,7 @@ def test_two_loads_are_on_the_device(world: None, way: str, blocks: int) -> None
     assert there.copies == [("cpu", True)] * saved + [("meta", True)] * (saved - OF_BLOCK)  # the last load has not left
 
 
-@each
-@pytest.mark.parametrize("way", ["fs", "backward"])
-@pytest.mark.parametrize("blocks", [4, 8])
+@each(blocks=[4, 8], way=["fs", "backward"])
 def test_of_recomputed_units_the_arguments_leave(world: None, way: str, blocks: int) -> None:
     """In activations, of n blocks that keep 1, their argument (the first none), and save 2 when they run again:
 
@@ -129,10 +131,9 @@ def test_the_innermost_unit_decides(world: None) -> None:
     """The model's own P is for what no unit saves; a unit that does not say so keeps what it saves."""
 
     def saved(p: P, root: P) -> int:
-        model = Tailed(*[Block(NARROW, "meta") for _ in range(4)])
+        model, x = narrow_blocks(kind=Tailed), of_rows()
         spec = fs.by_path({"": root, "0": p, "1": p, "2": P("shard"), "3": P("shard")})(model).bound
         shards = {key: x.requires_grad_() for key, x in fs.shard(model, spec, rank=0).items()}
-        x = torch.empty(ROWS, NARROW, dtype=torch.float64, device="meta")
         with everywhere(1 << 20) as copies, Where(ACTIVATION, x):
             y = fs.functional_call(model, shards, (x.detach(),), spec=spec)
             assert y.requires_grad
@@ -144,8 +145,7 @@ def test_the_innermost_unit_decides(world: None) -> None:
 
 def test_offload_wrapper(world: None) -> None:
     """Every tensor that autograd saves rests on the host: of a function by itself, all but the last load."""
-    model = nn.Sequential(*[Block(NARROW, "meta") for _ in range(4)])
-    x = torch.empty(ROWS, NARROW, dtype=torch.float64, device="meta")
+    model, x = narrow_blocks(), of_rows()
     for load, there in ((1, 1), (1 << 40, 2 * 4 - 1)):  # each by itself, or all of it one load
         with Where(ACTIVATION, x) as where:
             y = fs.offload(model, load=load, host="cpu")(x).sum()
@@ -179,20 +179,18 @@ def step_of_params(blocks: int, p: P, way: str, prefetch: int = 1, some: int | N
             where.see(shard)
         marks["rest device"], marks["rest host"] = where.now("meta"), where.now("cpu")
 
-        def loss(params: fs.Params) -> Tensor:
-            y = fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch).sum()
+        def turn(y: Tensor) -> Tensor:
             marks["forward"], marks["between"] = where.peak["meta"], where.now("meta")
             where.peak["meta"] = where.now("meta")
-            return y
+            return y.sum()
 
-        grads, _ = WAYS[way](loss)(shards)
+        grads, _ = WAYS[way](loss_of(model, spec, x, of=turn, prefetch=prefetch))(shards)
         assert {key: g.device.type for key, g in grads.items()} == {key: x.device.type for key, x in shards.items()}
         marks["backward"], marks["end"], marks["host"] = where.peak["meta"], where.now("meta"), where.now("cpu")
     return where, marks
 
 
-@each
-@pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
+@each(way=["fs", "torch.func", "backward"])
 @pytest.mark.parametrize(("blocks", "prefetch"), [(8, 1), (12, 1), (12, 2)])
 def test_the_device_holds_what_is_on_its_way(world: None, way: str, blocks: int, prefetch: int) -> None:
     """In slices, of which w make a unit, for n units, with p gathered ahead and f gradients under way:
@@ -273,12 +271,16 @@ def test_a_gradient_that_was_handed_on_is_let_go(collectives: int) -> None:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the host tells an accelerator, of which the CPU plays the part."""
     log: list[str] = []
-    computes, copies = Stream(log, "compute"), Stream(log, "in")
+    copies = Stream(log, "in")
+    play_accelerator(monkeypatch, Stream(log, "compute"), lambda device, towards: copies)
+    return log
+
+
+def play_accelerator(monkeypatch: pytest.MonkeyPatch, computes: Stream, copies: Callable[[Any, bool], Stream]) -> None:
     monkeypatch.setattr(storage, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: computes)
-    monkeypatch.setattr(storage, "_copy_stream", lambda device, towards: copies)
-    monkeypatch.setattr(host_buffers._torch, "allocate_like", lambda like, device: torch.empty_like(like))
-    return log
+    monkeypatch.setattr(storage, "_copy_stream", copies)
+    monkeypatch.setattr(_torch, "allocate_like", lambda like, device, **_: torch.empty_like(like))
 
 
 def test_a_copy_runs_beside_and_is_waited_for_once(log: list[str]) -> None:
@@ -331,18 +333,14 @@ class Telling(Block):
 def test_copies_of_params_have_a_unit_to_run_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the way in, each is issued one unit before it is waited for; on the way out the host waits once, at the end."""
     log: list[str] = []
-    computes, ways = Stream(log, "compute"), {True: Stream(log, "in"), False: Stream(log, "out")}
+    ways = {True: Stream(log, "in"), False: Stream(log, "out")}
     model, x = nn.Sequential(*[Telling(log, i) for i in range(4)]), torch.ones(2, WIDTH, dtype=torch.float64)
     with elsewhere():
-        spec = fs.by_type(Telling, p=P("shard", offload="params"))(model).on({"shard": 1})
-        shards = fs.shard(model, spec)
-        grad = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())
+        spec, shards = shards_of(fs.by_type(Telling, p=P("shard", offload="params")), model, {"shard": 1})
+        grad = fs.grad(loss_of(model, spec, x, of=torch.sum))
         expected = grad(shards)
         log.clear()
-        monkeypatch.setattr(storage, "is_accelerator", lambda device: True)
-        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: computes)
-        monkeypatch.setattr(storage, "_copy_stream", lambda device, towards: ways[towards])
-        monkeypatch.setattr(_torch, "allocate_like", lambda like, device, **_: torch.empty_like(like))
+        play_accelerator(monkeypatch, Stream(log, "compute"), lambda device, towards: ways[towards])
         got = grad(shards)
     for key, g in got.items():
         assert torch.equal(g, expected[key])
@@ -382,25 +380,20 @@ def test_the_host_memory_of_units_is_pinned(world: None, monkeypatch: pytest.Mon
     """Shards, gradients, the optimizer's state and what an update makes: the host would wait for copies of other memory."""
     model, x = nn.Sequential(Block(WIDTH), Block(WIDTH)), torch.empty(4, WIDTH, dtype=torch.float64, device="meta")
     spec = fs.by_type(Block, p=P("shard", offload="params"))(model).bound
-    stream, pinned = Stream([], "any"), PinnedMemory(monkeypatch)
+    stream, pinned, allocate_like = Stream([], "any"), PinnedMemory(monkeypatch), _torch.allocate_like
+    play_accelerator(monkeypatch, stream, lambda device, towards: stream)
+    monkeypatch.setattr(_torch, "allocate_like", allocate_like)
     monkeypatch.setattr(storage, "is_accelerator", lambda device: device.type == "meta")
     monkeypatch.setattr(storage, "is_fake", lambda tensor: False)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr(storage, "_copy_stream", lambda device, towards: stream)
     shards = fs.shard(model, spec, rank=0)
     init, update = fs.optim.from_torch(torch.optim.AdamW, foreach=False)
     state = init(shards)
     with Where(SLICE), logged(logging.DEBUG) as said:
-        grads = fs.grad(lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())(shards)
+        grads = fs.grad(loss_of(model, spec, x, of=torch.sum))(shards)
         new, after = update(grads, state, shards)
     for tree in (shards, grads, new, *state.values(), *after.values()):
         for key, value in tree.items():
             assert value.device.type == "cpu"
             assert pinned.holds(value) or not value.dim(), key  # counts of steps are used where they are
     copies = [message for _, message in said if message.startswith("copy")]
-    assert copies == [
-        "copy to the device 0",
-        "copy to the device 1",
-        "copy gradient to the host 1",
-        "copy gradient to the host 0",
-    ]
+    assert copies == [*(f"copy to the device {i}" for i in (0, 1)), *(f"copy gradient to the host {i}" for i in (1, 0))]

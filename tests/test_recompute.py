@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, depth, mark_seldom
+from depth import at_most, depth, every, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import EXACT, module_class
+from models import EXACT, module_class, refused
 from parity import gradient, gradient_of, leaves_of, loss_of, plain_grad, shards_of, squares
 from ranks import real_ranks
 from recomputed_cases import CASES, REMAT, WIDTH, Block, Model
@@ -29,9 +29,8 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import _torch
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::funshard._call.buffers.BufferWarning"
-)  # what is thrown away is not the matter here
+pytestmark = pytest.mark.filterwarnings("ignore::funshard._call.buffers.BufferWarning")
+"""What is thrown away is not the matter here."""
 
 Loss = Callable[[Any], Tensor]
 
@@ -156,11 +155,8 @@ class Node:
 
 def programs() -> st.SearchStrategy[list[tuple[str, int, int]]]:
     """What a block does with the state: kinds of steps on the objects that it knows by number."""
-    return st.lists(
-        st.tuples(st.sampled_from(["store", "read", "count", "branch", "link", "drop"]), st.integers(0, 5), st.integers(0, 5)),
-        min_size=1,
-        max_size=8,
-    )
+    steps = st.sampled_from(["store", "read", "count", "branch", "link", "drop"])
+    return st.lists(st.tuples(steps, st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8)
 
 
 def run_program(self: Any, x: Tensor, state: Any) -> Tensor:
@@ -248,44 +244,32 @@ def other_value(self: Any, x: Tensor, state: Any) -> Any:
     return self.lin(x)
 
 
-DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[[], Any], str]] = {
+DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
     "shape": (
         lambda self, x, _: self.lin(x) if is_first() else self.lin(x)[:, None],
-        nothing,
         r"a tensor was torch.float64 of shape \[4, 3\] on cpu, now it is .* of shape \[4, 1, 3\] on cpu",
     ),
     "number": (
         lambda self, x, _: [self.lin(x)] if is_first() else [self.lin(x), x.sin()],
-        nothing,
         "a tensor was absent, now it is torch.float64 of shape",
     ),
     "parameter": (
         lambda self, x, _: self.lin(x) if is_first() else x @ self.lin.weight.T,
-        nothing,
         "reads other parameters in one of its runs .*: 'block.lin.bias' in one of them only",
     ),
     "random": (
         lambda self, x, _: nn.functional.dropout(self.lin(x), 0.5 if is_first() else 0.0),
-        nothing,
         "does not draw in every run as many random numbers",
     ),
-    "value": (other_value, nothing, "its result has other contents"),
-    "argument in place": (
-        lambda self, x, _: self.lin(x.add_(1)),
-        nothing,
-        r"changed in place a tensor that it was given: args\[0\]",
-    ),
-    "state in place": (
-        lambda self, x, state: self.lin(x) + state["h"].mul_(2),
-        lambda: {"h": torch.ones(WIDTH).double()},
-        r"that it was given: args\[1\];",
-    ),
+    "value": (other_value, "its result has other contents"),
+    "given in place": (lambda self, x, _: self.lin(x.add_(1)), r"changed in place a tensor that it was given: args\[0\]"),
+    "state in place": (lambda self, x, state: self.lin(x) + state["h"].mul_(2), r"that it was given: args\[1\];"),
     "generator": (
         lambda self, x, state: self.lin(x) * next(state),
-        lambda: (i + 1.0 for i in range(9)),
         r"another run, args\[1\] .cannot pickle 'generator' object",
     ),
 }
+STATES = {"state in place": lambda: {"h": torch.ones(WIDTH).double()}, "generator": lambda: (i + 1.0 for i in range(9))}
 
 
 def drawn_elsewhere(self: Any, x: Tensor, has_generator: bool) -> Any:
@@ -302,20 +286,19 @@ def drawn_elsewhere(self: Any, x: Tensor, has_generator: bool) -> Any:
 def test_random_numbers_of_another_thread(has_generator: bool) -> None:
     """They look like forward's: the error names them, and a generator of the thread's own is none of forward's."""
     FLAG["calls"] = 0
-    refused = pytest.raises(RuntimeError, match="no other thread that draws from the same generators meanwhile")
-    with contextlib.nullcontext() if has_generator else refused:
+    raises = pytest.raises(RuntimeError, match="no other thread that draws from the same generators meanwhile")
+    with contextlib.nullcontext() if has_generator else raises:
         gradient_of(AGAIN, One(drawn_elsewhere, lambda: has_generator).double(), torch.ones(4, WIDTH).double())
 
 
-@pytest.mark.parametrize("way", ["fs.grad", "torch.func.grad", "backward", "hvp"])
-@pytest.mark.parametrize("what", DIFFERENT)
+@every(way=["fs.grad", "torch.func.grad", "backward", "hvp"], what=DIFFERENT)
 def test_what_differs_is_an_error(what: str, way: str) -> None:
     """It names the module, and what of it."""
-    body, state, message = DIFFERENT[what]
+    body, message = DIFFERENT[what]
     x = torch.ones(4, WIDTH, dtype=torch.float64)
     FLAG["calls"] = 0
     with pytest.raises((RuntimeError, TypeError), match=f"(?s)module 'block' with P.remat=True.*{message}"):
-        gradient_of(AGAIN, One(body, state).double(), x, way=lambda loss: lambda p: WAYS[way](loss, p, p))
+        gradient_of(AGAIN, One(body, STATES.get(what, nothing)).double(), x, way=lambda loss: lambda p: WAYS[way](loss, p, p))
     assert (x == 1).all()
 
 
@@ -338,10 +321,8 @@ def test_parameters_of_other_units_are_refused(rank: int, how: str) -> None:
     for p in (fs.P("shard", remat=True), fs.P(remat=True)):
         spec, params = shards_of(fs.by_path({"0": fs.P("shard"), "1": p}), model)
         for way in ("fs.grad", "torch.func.grad", "backward", "hvp"):
-            with pytest.raises(
-                RuntimeError, match=r"unit '0' is read inside of module '1' with P\(remat=True\), .* around both"
-            ):
-                WAYS[way](loss_of(model, spec, x), params, params)
+            words = r"unit '0' is read inside of module '1' with P\(remat=True\), .* around both"
+            refused(RuntimeError, words, lambda: WAYS[way](loss_of(model, spec, x), params, params))
 
 
 def test_a_state_that_is_an_error_is_as_before() -> None:
@@ -353,8 +334,7 @@ def test_a_state_that_is_an_error_is_as_before() -> None:
         raise ValueError("mine")
 
     state: dict[str, Any] = {"list": [], "n": 1, "x": torch.ones(())}
-    with pytest.raises(ValueError, match="mine"):
-        gradient_of(AGAIN, One(body, lambda: state), torch.ones(2, WIDTH))
+    refused(ValueError, "mine", lambda: gradient_of(AGAIN, One(body, lambda: state), torch.ones(2, WIDTH)))
     assert (state["list"], state["n"]) == ([], 1)
 
 
@@ -482,21 +462,22 @@ FUNCTIONS: dict[str, Callable[[Wrap, Tensor], Tensor]] = {
     "reads defaults": lambda again, w: again(lambda x, w=w: x @ w)(X),
     "reads keyword defaults": lambda again, w: again(lambda x, *, w=w: x @ w)(X),
     "reads defaults of a function inside": lambda again, w: (lambda f: again(lambda x: f(x))(X))(lambda x, w=w: x @ w),
-    "reads keywords of a partial": lambda again, w: again(
-        functools.partial(lambda x, k, w: x @ w * k, k=torch.tensor(2.0), w=w)
-    )(X),
+    "reads keywords of a partial": lambda again, w: again(functools.partial(lambda x, k, w: x @ w * k, k=W.sum(), w=w))(X),
     "reads weak keys": weak_keys,
+    # in a later run, below the transform, fs.grad took the closure for a constant: the derivative was 0 without a word
+    "inner gradient": lambda again, w: again(lambda x: fs.grad(lambda c: (c * x).sin().sum())(W.cos()).square())(w),
+    "gives its cotangent": lambda again, w: again(lambda b, x: b + x)(w, W.cos()),
+    "tensors in any object": lambda again, w: again(lambda held: Held([torch.tanh(held.value[0])]))(Held([w])).value[0],
+    "gives integers alone": lambda again, w: w.sin() * again(lambda x: (x > 0).long())(w),
 }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_a_function_changes_and_reads(name: str) -> None:
     """Each later run finds what its first one found, and what is reached has a gradient, at every order: it was 0."""
-    for key, way in WAYS.items():
-        got, want = (
-            way(lambda p, w=wrap: FUNCTIONS[name](w, p["w"]).sin().sum(), {"w": W}, {"w": W.cos()})
-            for wrap in (fs.remat, lambda f: f)
-        )
+    for key, way in {**WAYS, "jvp": lambda loss, p, v: torch.func.jvp(loss, (p,), (v,))[1]}.items():
+        losses = [lambda p, w=wrap: FUNCTIONS[name](w, p["w"]).sin().sum() for wrap in (fs.remat, lambda f: f)]
+        got, want = (way(loss, {"w": W}, {"w": W.cos()}) for loss in losses)
         assert_close(got, want, **EXACT, msg=lambda m, key=key: f"{key}: {m}")
 
 
@@ -575,17 +556,6 @@ def test_gradients_of_modules_that_list_their_parameters_have_no_graph(way: str)
     assert_close(fs.unshard(got, spec), want, **EXACT)
 
 
-def test_an_inner_gradient_of_what_it_closes_over() -> None:
-    """In a later run, below the transform, fs.grad took the closure for a constant: the derivative was 0 without a word."""
-
-    def f(w: Tensor, x: Tensor) -> Tensor:
-        return fs.grad(lambda w: (w * x).sin().sum())(w).square().sum()
-
-    w, x = torch.linspace(0.5, 1, 3).double(), torch.linspace(-1, 1, 3).double()
-    for way in (torch.func.grad, lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum())):
-        assert_close(way(lambda x: fs.remat(f)(w, x))(x), way(lambda x: f(w, x))(x), **EXACT)
-
-
 @pytest.mark.parametrize("way", ["torch.func.grad", "backward", "hvp"])
 @pytest.mark.parametrize("closes", [False, True], ids=["arguments", "closure"])
 def test_functional_call_inside_remat(closes: bool, way: str) -> None:
@@ -604,22 +574,19 @@ def test_functional_call_inside_remat(closes: bool, way: str) -> None:
     assert_close(got, want, **EXACT)
 
 
-class Inside(nn.Module):
-    """A module that recomputes its layer by itself, in one of several ways."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        params = dict(self.layer.named_parameters()) if "functional_call" in self.how else {}
-        if self.how == "functional_call":
-            return fs.remat(lambda p, x: torch.func.functional_call(self.layer, p, x))(params, x)
-        if self.how == "functional_call, closure":
-            return fs.remat(lambda x: torch.func.functional_call(self.layer, params, x))(x)
-        if self.how == "tensors":
-            return fs.remat(nn.functional.linear)(x, self.layer.weight, self.layer.bias)
-        return fs.remat(self.layer)(x) if self.how == "module" else self.layer(x)
+INSIDE: dict[str, Callable[[nn.Linear, fs.Params, Tensor], Tensor]] = {
+    "plain": lambda layer, params, x: layer(x),
+    "module": lambda layer, params, x: fs.remat(layer)(x),
+    "functional_call": lambda layer, params, x: fs.remat(lambda p, x: torch.func.functional_call(layer, p, x))(params, x),
+    "functional_call, closure": lambda layer, params, x: fs.remat(lambda x: torch.func.functional_call(layer, params, x))(x),
+    "tensors": lambda layer, params, x: fs.remat(nn.functional.linear)(x, *params.values()),
+}
+Inside = module_class(
+    "Inside",
+    lambda how: {"layer": nn.Linear(WIDTH, WIDTH), "how": how},
+    lambda self, x: INSIDE[self.how](self.layer, dict(self.layer.named_parameters()), x),
+)
+"""A module that recomputes its layer by itself, in one of several ways."""
 
 
 @pytest.mark.parametrize("how", ["module", "functional_call", "functional_call, closure"])
@@ -633,8 +600,7 @@ def test_remat_inside_functional_call_is_refused(how: str) -> None:
         return fs.unshard(fs.grad(loss_of(model, spec, X))(params), spec)
 
     words = r"unit '0' is read inside of remat of .*expected P\(remat=True\) for the module .*fs\.remat\(F\.linear"
-    with pytest.raises(RuntimeError, match=words):
-        grad(how)
+    refused(RuntimeError, words, lambda: grad(how))
     want = grad("plain")
     assert_close(grad("plain", nn.Linear), want, **EXACT)
     assert_close(grad("tensors"), want, **EXACT)
@@ -651,23 +617,18 @@ def test_constants_that_come_back_are_left_alone() -> None:
     out.sum().backward()
 
 
-class Forces(nn.Module):
+class Forces(nn.Sequential):
     """Energies and their gradients by the positions, as models of molecules have them."""
 
-    def __init__(self, by: str) -> None:
-        super().__init__()
-        self.a, self.b, self.by = nn.Linear(3, 8).double(), nn.Linear(8, 1).double(), by
+    by = "torch.func"
 
-    def energy(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x))).sum()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        energy = lambda x: super(Forces, self).forward(x).sum()  # noqa: E731
         if self.by == "torch.func":
-            return torch.func.grad_and_value(self.energy)(x)[::-1]
+            return torch.func.grad_and_value(energy)(input)[::-1]
         with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = self.energy(x)
-            return energy, torch.autograd.grad(energy, x, create_graph=True)[0]
+            x = input.detach().requires_grad_()
+            return (value := energy(x)), torch.autograd.grad(value, x, create_graph=True)[0]
 
 
 @pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", remat=True)], ids=str)
@@ -675,7 +636,7 @@ class Forces(nn.Module):
 def test_energies_and_forces(p: fs.P, way: Callable[..., Any]) -> None:
     """By torch.func.grad and, as the first run has a graph, by torch.autograd.grad."""
     x = torch.linspace(-1, 1, 12).double().view(4, 3)
-    model = Forces("torch.func")
+    model = Forces(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     spec, params = shards_of(fs.policies.whole(p), model)
 
     def total(out: tuple[Tensor, Tensor]) -> Tensor:

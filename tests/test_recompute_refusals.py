@@ -14,7 +14,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from models import module_class, unchanged
+from depth import every
+from models import module_class, refused, unchanged
 from parity import gradient, gradient_of, loss_of, plain_grad, shards_of
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -155,82 +156,54 @@ class Inside(nn.Linear):
 COUNTS = {where: Counts(where) for where in ("attribute", "buffer")}
 LAYER, INSIDE, ONES = nn.Linear(3, 3).double(), Inside(3, 3).double(), torch.ones(3, dtype=torch.float64)
 UNCOPIED = r"remat of .* returns, stores or changes an object that cannot be copied"
+IN_PLACE = "is a view and is being modified inplace"
 PARAMETER = r"remat of .* reads parameter '\w+' of a {}, .*functional_call"
 OF_A_TRANSFORM = r"remat of .* reads a tensor of .*neither an argument nor reached from one"
 ATTRIBUTE = r"remat of .*sets the attribute 'extra' of a tensor, .*: expected it returned"
+CHANGES = "remat of .* changes '{}' of a Counts, which each run would change again"
+NO_COPY = r"cannot be copied for another run, {} \(cannot pickle '{}' object\)"
+OF_A_VIEW, OF_A_THREAD = NO_COPY.format(r"args\[0\]", "dict_values"), NO_COPY.format("the function", "_thread._local")
+HANDS_ON = "remat of .*leaves_by_a_global hands on a tensor by a global, .* expected it in the result"
 
-NO_COPY = "cannot be copied for another run, "
-
-REFUSED: dict[str, tuple[Loss, Any, str]] = {
+REFUSED: dict[str, tuple[Loss, str]] = {
     # computed later, where it would have no gradient: the function has ended
-    "generator": (lambda again, x: (again(yields)(x), x.sum())[1], TypeError, UNCOPIED),
-    "with tensors": (lambda again, x: (again(lambda x: (x.sin(), [yields(x)]))(x), x.sum())[1], TypeError, UNCOPIED),
-    "coroutine": (lambda again, x: (again(awaits)(x), x.sum())[1], TypeError, UNCOPIED),
-    "class without a copy": (lambda again, x: again(lambda x: Picky(x, x.sin()))(x)[1].sum(), TypeError, UNCOPIED),
+    "generator": (lambda again, x: (again(yields)(x), x.sum())[1], UNCOPIED),
+    "with tensors": (lambda again, x: (again(lambda x: (x.sin(), [yields(x)]))(x), x.sum())[1], UNCOPIED),
+    "coroutine": (lambda again, x: (again(awaits)(x), x.sum())[1], UNCOPIED),
+    "class without a copy": (lambda again, x: again(lambda x: Picky(x, x.sin()))(x)[1].sum(), UNCOPIED),
     # results in one memory, of which one changes in place
-    "a view changes": (in_one_memory(two, 1), RuntimeError, "is a view and is being modified inplace"),
-    "its base changes": (in_one_memory(two, 0), RuntimeError, "is a view and is being modified inplace"),
-    "a half changes": (in_one_memory(halves, 0), RuntimeError, "is a view and is being modified inplace"),
-    "an argument changes": (in_one_memory(with_argument, 1), RuntimeError, "is a view and is being modified inplace"),
+    "a view changes": (in_one_memory(two, 1), IN_PLACE),
+    "its base changes": (in_one_memory(two, 0), IN_PLACE),
+    "a half changes": (in_one_memory(halves, 0), IN_PLACE),
+    "an argument changes": (in_one_memory(with_argument, 1), IN_PLACE),
     # no run's tensor is the caller's, so what is set would be lost
-    "sets on an argument": (lambda again, x: again(sets_on_an_argument)(x, ONES).sum(), RuntimeError, ATTRIBUTE),
-    "sets on a result": (lambda again, x: again(sets_on_a_result)(x, ONES).sum(), RuntimeError, ATTRIBUTE),
+    "sets on an argument": (lambda again, x: again(sets_on_an_argument)(x, ONES).sum(), ATTRIBUTE),
+    "sets on a result": (lambda again, x: again(sets_on_a_result)(x, ONES).sum(), ATTRIBUTE),
     # each run would change it again
-    "a module counts": (
-        lambda again, x: again(closing_over(COUNTS["attribute"]))(x).sum(),
-        RuntimeError,
-        "remat of .* changes 'calls' of a Counts, which each run would change again",
-    ),
-    "a module's buffer counts": (
-        lambda again, x: again(closing_over(COUNTS["buffer"]))(x).sum(),
-        RuntimeError,
-        "remat of .* changes 'seen' of a Counts, which each run would change again",
-    ),
+    "a module counts": (lambda again, x: again(closing_over(COUNTS["attribute"]))(x).sum(), CHANGES.format("calls")),
+    "a module's buffer counts": (lambda again, x: again(closing_over(COUNTS["buffer"]))(x).sum(), CHANGES.format("seen")),
     # parameters and tensors of a transform around, which a run below it takes for constants
-    "module": (lambda again, x: again(LAYER)(x).sum(), RuntimeError, PARAMETER.format("Linear")),
-    "module in a closure": (lambda again, x: again(closing_over(LAYER))(x).sum(), RuntimeError, PARAMETER.format("Linear")),
+    "module": (lambda again, x: again(LAYER)(x).sum(), PARAMETER.format("Linear")),
+    "module in a closure": (lambda again, x: again(closing_over(LAYER))(x).sum(), PARAMETER.format("Linear")),
     "parameters of a call around": (
         lambda again, x: torch.func.functional_call(INSIDE, {"weight": torch.outer(x, x), "bias": ONES}, X).sum(),
-        RuntimeError,
         PARAMETER.format("Inside"),
     ),
-    "reads a global": (lambda again, x: again(reads_a_global(x * 2))(X).sum(), RuntimeError, OF_A_TRANSFORM),
-    "reads by a method": (lambda again, x: again(reads_by_a_method(x * 2))(X).sum(), RuntimeError, OF_A_TRANSFORM),
-    "reads by a weak reference": (
-        lambda again, x: again(reads_by_a_weak_reference(x * 2))(X).sum(),
-        RuntimeError,
-        OF_A_TRANSFORM,
-    ),
-    "leaves by a global": (
-        lambda again, x: again(leaves_by_a_global)(x).sum() + GLOBAL["left"].sum(),
-        RuntimeError,
-        "remat of .*leaves_by_a_global hands on a tensor by a global, .* expected it in the result",
-    ),
+    "reads a global": (lambda again, x: again(reads_a_global(x * 2))(X).sum(), OF_A_TRANSFORM),
+    "reads by a method": (lambda again, x: again(reads_by_a_method(x * 2))(X).sum(), OF_A_TRANSFORM),
+    "reads by a weak reference": (lambda again, x: again(reads_by_a_weak_reference(x * 2))(X).sum(), OF_A_TRANSFORM),
+    "leaves by a global": (lambda again, x: again(leaves_by_a_global)(x).sum() + GLOBAL["left"].sum(), HANDS_ON),
     # tensors that no copy reaches
-    "a view of a dict": (
-        lambda again, x: again(lambda values: X * next(iter(values)))({"w": x}.values()).sin().sum(),
-        (TypeError, RuntimeError),
-        NO_COPY + r"args\[0\] \(cannot pickle 'dict_values' object\)",
-    ),
-    "a thread's": (
-        lambda again, x: again(of_a_thread(x))().sin().sum(),
-        (TypeError, RuntimeError),
-        NO_COPY + r"the function \(cannot pickle '_thread._local' object\)",
-    ),
+    "a view of a dict": (lambda again, x: again(lambda vs: X * next(iter(vs)))({"w": x}.values()).sin().sum(), OF_A_VIEW),
+    "a thread's": (lambda again, x: again(of_a_thread(x))().sin().sum(), OF_A_THREAD),
     # what each level of a stack would answer by itself, or a first run with a graph by what it was not given
-    "asks autograd": (
-        lambda again, x: again(asks)(x).sum(),
-        RuntimeError,
-        r"remat of asks reads tensor.requires_grad, which in a stack",
-    ),
+    "asks autograd": (lambda again, x: again(asks)(x).sum(), r"remat of asks reads tensor.requires_grad, which in a stack"),
     "asks of a captured tensor": (
         lambda again, x: (GLOBAL.update(w=x), again(lambda y: (asks(y) * GLOBAL["w"]).sum())(x * 2))[1],
-        RuntimeError,
         "reads a tensor of the running computation that is neither an argument",
     ),
 }
-
-
+ERRORS: dict[str, Any] = {UNCOPIED: TypeError, **dict.fromkeys((OF_A_VIEW, OF_A_THREAD), (TypeError, RuntimeError))}
 SOME_WAYS = {
     **dict.fromkeys(("leaves by a global", "reads the gradient of its own"), ("fs.grad", "backward")),
     **dict.fromkeys(("a view of a dict", "a thread's"), (*WAYS, "hvp")),
@@ -247,9 +220,8 @@ def ways_of(name: str) -> Any:
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name in REFUSED for way in ways_of(name)])
 def test_what_is_refused(name: str, way: str) -> None:
     """By name and with what to write: the gradient would be wrong, or zero."""
-    loss, error, words = REFUSED[name]
-    with pytest.raises(error, match=words):
-        OUTER_WAYS[way](lambda x: loss(fs.remat, x))(X.clone())
+    loss, words = REFUSED[name]
+    refused(ERRORS.get(words, RuntimeError), words, lambda: OUTER_WAYS[way](lambda x: loss(fs.remat, x))(X.clone()))
 
 
 def makes_a_leaf(x: Tensor) -> Tensor:
@@ -303,8 +275,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", CHANGED)
+@every(way=WAYS, kind=CHANGED)
 def test_a_change_that_is_in_no_attribute_is_refused(kind: str, way: str) -> None:
     """Each run is given its own, and only lists, dicts, sets and attributes are written back."""
     make, change = CHANGED[kind]

@@ -7,17 +7,18 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import orders
 import pytest
 import torch
 from collective_log import Collectives, gathers, scatters, world
-from depth import at_most, depth, each
+from depth import at_most, depth, each, every
 from gradient_cases import assert_shards_of_mean, cases, penalty
 from hypothesis import given, settings
 from parity import gradient_of, loss_of, shards_of
 from test_memory import Alive, Curved, no_collector
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
+from torch.func import grad, jvp
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
@@ -42,33 +43,10 @@ def hvp(f: Function) -> Function:
     return lambda w: jvp(lambda w: grad(squared(f))(w, X), (w,), (V,))[1]
 
 
-def thrice_by_plain_autograd(f: Function) -> tuple[Tensor, ...]:
-    w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
-    out = []
-    loss = squared(f)(w, x)
-    for _ in range(3):
-        out += torch.autograd.grad(loss, (w, x), create_graph=True)
-        loss = sum((g**2).sum() for g in out[-2:])
-    return tuple(t.detach() for t in out)
-
-
-ORDERS: dict[str, Callable[[Function], Any]] = {
-    "value": lambda f: f(W, X),
-    "grad": lambda f: grad(squared(f), argnums=(0, 1))(W, X),
-    "vjp": lambda f: vjp(f, W, X)[1](X),
-    "jvp": lambda f: jvp(f, (W, X), (V, X.cos())),
-    "jvp of zero": lambda f: jvp(f, (W, X), (V, torch._efficientzerotensor(X.shape, dtype=X.dtype))),
-    "jvp of jvp": lambda f: jvp(lambda w: jvp(lambda w: f(w, X), (w,), (V,))[1], (W,), (V,)),
-    "jvp of grad": lambda f: hvp(f)(W),
-    "grad of grad": lambda f: grad(lambda w: (grad(squared(f))(w, X) ** 3).sum())(W),
-    "vjp of vjp": lambda f: vjp(lambda w: vjp(f, w, X)[1](X)[0], W)[1](V),
-    "third": lambda f: grad(lambda w: (hvp(f)(w) ** 2).sum())(W),
-    "vmap of grad": lambda f: torch.vmap(grad(squared(f)), (None, 0))(W, torch.stack([X, 2 * X])),
-    "grad of vmap": lambda f: grad(lambda w: torch.vmap(lambda x: squared(f)(w, x), 1)(torch.stack([X, 2 * X], 1)).prod())(W),
-    "jacrev": lambda f: jacrev(f)(W, X),
-    "jacfwd": lambda f: jacfwd(f)(W, X),
-    "hessian": lambda f: hessian(squared(f))(W, X),
-    "plain autograd": thrice_by_plain_autograd,
+ORDERS: dict[str, Callable[[Function, tuple[Tensor, Tensor]], Any]] = {
+    **orders.ORDERS,
+    "jvp of zero": lambda f, xs: jvp(f, xs, (V, torch._efficientzerotensor(X.shape, dtype=X.dtype))),
+    "jacobians": orders.whole_jacobians,
 }
 
 
@@ -81,7 +59,7 @@ def test_equals_the_function_at_every_order(order: str) -> None:
         Seen.calls += 1
         return layer(w, x)
 
-    assert_close(ORDERS[order](fs.remat(counted)), ORDERS[order](layer), rtol=1e-11, atol=1e-11)
+    assert_close(ORDERS[order](fs.remat(counted), (W, X)), ORDERS[order](layer, (W, X)), rtol=1e-11, atol=1e-11)
     assert Seen.calls > (order != "value")
 
 
@@ -116,7 +94,7 @@ def test_random_numbers_are_those_of_the_first_run(randomness: str) -> None:
         torch.manual_seed(3)
         xs = torch.stack([X, X, X])
         each = torch.vmap(grad(squared(f)), (None, 0), randomness=randomness)(W, xs)
-        return each, grad(squared(f))(W, X), thrice_by_plain_autograd(f), torch.rand(3)
+        return each, grad(squared(f))(W, X), orders.thrice_by_autograd(f, (W, X)), torch.rand(3)
 
     got = results(fs.remat(dropped))
     assert_close(got, results(dropped))
@@ -175,8 +153,7 @@ DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("around", ["forward", "backward", "both"])
-@pytest.mark.parametrize("name", DEFAULTS)
+@every(around=["forward", "backward", "both"], name=DEFAULTS)
 def test_defaults_are_those_of_the_first_run(name: str, around: str) -> None:
     """A default dtype, a default device, deterministic mode or a TorchFunctionMode around forward, backward or both."""
 
@@ -213,27 +190,6 @@ def test_any_pytree_goes_in_and_out() -> None:
     assert_close(grad(loss(fs.remat(f)))(W), grad(loss(f))(W))
     with torch.no_grad():
         assert fs.remat(f)(*args, flag=True)[0]["same"] is X
-
-
-class Opaque:
-    def __init__(self, tensor: Tensor) -> None:
-        self.held = [tensor]
-
-
-def test_derivatives_that_are_their_arguments() -> None:
-    """The gradient of a sum is the cotangent itself."""
-    add = lambda b, x: b + x  # noqa: E731
-    for f in (fs.remat(add), add):
-        got = grad(lambda b, f=f: (grad(lambda b: (f(b, X) ** 2).sum())(b) ** 3).sum())(X)
-        assert_close(got, 3 * (4 * X) ** 2 * 2)
-
-
-def test_tensors_in_any_object_are_arguments_and_results() -> None:
-    """They would be constants in silence."""
-    f = lambda o: Opaque(torch.tanh(o.held[0]))  # noqa: E731
-    loss = lambda f: lambda w: (f(Opaque(w)).held[0] ** 3).sum()  # noqa: E731
-    for way in (grad, lambda f: lambda w: jvp(grad(f), (w,), (V,))[1]):
-        assert_close(way(loss(fs.remat(f)))(W), way(loss(f))(W))
 
 
 def test_only_arguments_are_kept() -> None:
@@ -463,8 +419,7 @@ def test_ignored_and_tied_parameters_have_gradients() -> None:
     results = []
     for remat in (False, True):
         base = fs.by_path({"b": fs.P(remat=remat), "c": fs.P(remat=remat)}, p=fs.P())
-        spec = fs.policies.ignoring(base, params=["c.bias"])(model).bound
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.policies.ignoring(base, params=["c.bias"]), model)
         model["c"].bias.grad = None
         full = {k: p.requires_grad_() for k, p in params.items()}
         loss_of(model, spec, x)(full).backward()
@@ -490,14 +445,3 @@ def test_inside_simulated_ranks_and_around_them() -> None:
         return fs.testing.spmd(rank, 3)(xs).sum()
 
     assert_close(*(grad(lambda full, f=f: total(f, full))(full) for f in (fs.remat(loss), loss)))
-
-
-def test_results_that_are_not_continuous_have_no_tangents() -> None:
-    """Of a function in remat that gives integers alone, beside one that does not."""
-
-    def f(x: Tensor) -> Tensor:
-        return x.sin() * fs.remat(lambda x: (x > 0).long())(x)
-
-    x, v = torch.tensor([-0.5, 0.5]), torch.ones(2)
-    assert_close(torch.func.jvp(f, (x,), (v,))[1], torch.tensor([0.0, 0.5]).cos() * torch.tensor([0.0, 1.0]))
-    assert_close(torch.func.jvp(torch.func.grad(lambda x: f(x).sum()), (x,), (v,))[1], -x.sin() * torch.tensor([0.0, 1.0]))

@@ -14,9 +14,9 @@ import pytest
 import torch
 from collective_log import SHORT, Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
-from models import Block, function, module_class
-from parity import STRATEGIES, WAYS, loss_of
-from ranks import Pool, mesh_of, real_ranks
+from models import Block, function, module_class, refused
+from parity import STRATEGIES, WAYS, loss_of, shards_of
+from ranks import mesh_of, real_ranks
 from test_compiled import MODEL
 from torch import Tensor, nn
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp
@@ -154,8 +154,7 @@ Normed = module_class(
 def test_traced_buffers(rank: int) -> None:
     """Running statistics go in and come out of a traced step like anything else."""
     module = Normed().double()
-    spec = fs.by_type(Block)(module).bound
-    params = fs.shard(module, spec)
+    spec, params = shards_of(fs.by_type(Block), module)
 
     def step(params: fs.Params, buffers: fs.Params, x: Tensor) -> tuple[Any, ...]:
         updated = {name: b.clone() for name, b in buffers.items()}  # they are written in place
@@ -254,9 +253,8 @@ def folded(strategy: str) -> tuple[list[str], list[str]]:
             warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node", UserWarning)
             split = split_const_subgraphs(graph)
     kept = split.const_subgraph_module.graph if split.const_subgraph_module else torch.fx.Graph()
-    return (
-        *([n.target._schema.name.partition("::")[2] for n in g.nodes if "c10d" in str(n.target)] for g in (kept, split.graph)),
-    )
+    sent = [[n.target for n in graph.nodes if "c10d" in str(n.target)] for graph in (kept, split.graph)]
+    return tuple([target._schema.name.partition("::")[2] for target in targets] for targets in sent)
 
 
 @at_most(1)
@@ -281,8 +279,7 @@ def test_functionalize_takes_no_custom_function() -> None:
             lambda: grad(functionalize(sharded(spec)))(params, x),
             lambda: make_fx(functionalize(sharded(spec)))(params, x),
         ):
-            with pytest.raises(RuntimeError, match="Functionalize rule for custom_function_call"):
-                f()
+            refused(RuntimeError, "Functionalize rule for custom_function_call", lambda: f())
 
 
 # --- Jacobians ---
@@ -353,9 +350,8 @@ def check_jacobians(mine: dict[str, Any], rank: int, ranks: int) -> None:
 
     mean_hessian = hessian(lambda p: sum(square(small(p, x)) for x in xs) / ranks)(full)
     same("mean hessian", mean_hessian)
-    product = {
-        a: sum(torch.tensordot(of_a[b], v, v.dim()) for b, v in directions().items()) for a, of_a in mean_hessian.items()
-    }
+    vs = directions()
+    product = {a: sum(torch.tensordot(row[b], v, v.dim()) for b, v in vs.items()) for a, row in mean_hessian.items()}
     same("product", fs.shard(product, fs.policies.always()(SMALL).on({"shard": ranks}), rank=rank))
     same("inputs reverse", jacrev(lambda x: small(full, x).flatten())(x))
     same("inputs forward", jacrev(lambda x: small(full, x).flatten())(x))
@@ -385,15 +381,11 @@ def test_jacobians_on_simulated_ranks(ranks: int) -> None:
         check_jacobians(pytree.tree_map(lambda t, rank=rank: t[rank], out), rank, ranks)
 
 
-def jacobians_on_group(rank: int) -> dict[str, Any]:
-    return jacobians(Mesh.world(), batch(rank, 0))
-
-
 @seldom
-def test_jacobians_on_a_process_group(gloo2: Pool) -> None:
+@real_ranks(2)
+def test_jacobians_on_a_process_group(rank: int) -> None:
     """The same on two real ranks."""
-    for rank, mine in enumerate(gloo2.run(jacobians_on_group)):
-        check_jacobians(mine, rank, 2)
+    check_jacobians(jacobians(Mesh.world(), batch(rank, 0)), rank, 2)
 
 
 @at_most(2)
