@@ -244,10 +244,15 @@ def square_sum(y: Tensor) -> Tensor:
 
 
 def loss_of(
-    model: nn.Module, spec: fs.PartitionSpec, *args: Any, of: Callable[[Any], Tensor] = square_sum, **options: Any
+    model: nn.Module, spec: fs.PartitionSpec, *args: Any, of: Any = square_sum, frozen: Any = None, **options: Any
 ) -> Callable[[fs.Params], Tensor]:
-    """The loss of parameters: what ``of`` makes of the model's result for these arguments."""
-    return lambda params: of(fs.functional_call(model, params, args, spec=spec, **options))
+    """The loss of parameters, those that are trained: what ``of`` makes of the model's result for these arguments."""
+
+    def loss(params: fs.Params) -> Tensor:
+        params = fs.combine(params, frozen) if frozen else params
+        return of(fs.functional_call(model, params, args, spec=spec, **options))
+
+    return loss
 
 
 def gradient_of(

@@ -179,11 +179,6 @@ def give(model: Any, x: Tensor, state: Any) -> None:
         block.given = x.cos()
 
 
-def scaled(self: Any, x: Tensor, state: Any) -> Tensor:
-    """By a partial, of which keywords that are tensors were lost."""
-    return self.scale(self.lin(x).sin())
-
-
 def hooked_model() -> nn.Module:
     """Activations by hooks, in a list that only the hooks and the head know."""
     model: Any = Model(lambda self, x, state: x + self.lin(x).sin(), read=read_taken)
@@ -215,6 +210,8 @@ class Stateful(nn.Module):
         return self.lin(x - self.mean).sin()
 
 
+DOUBLED = functools.partial(torch.mul, other=torch.tensor(2.0).double())
+"""Of which keywords that are tensors were lost."""
 CASES: dict[str, Callable[[], nn.Module]] = {
     "cache, read": lambda: Model(cached, Plain, lambda model, state: sum((layer.keys**3).mean() for layer in state.layers)),
     "list": lambda: Model(listed, list, lambda model, state: (state[0] * state[1]).sum()),
@@ -234,7 +231,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "count on itself": lambda: Model(counted, read=lambda model, state: sum(block.count for block in model.blocks)),
     "argument and attribute": lambda: Model(both_ways, list, before=share),
     "given as attribute": lambda: Model(lambda self, x, state: self.lin(x + self.given).sin(), before=give),
-    "partial on itself": lambda: Model(scaled, scale=functools.partial(torch.mul, other=torch.tensor(2.0).double())),
+    "partial on itself": lambda: Model(lambda self, x, state: self.scale(self.lin(x).sin()), scale=DOUBLED),
     "grad mode": lambda: Model(lambda self, x, state: self.lin(x).sin() * (2 if torch.is_grad_enabled() else 5)),
     "buffer replaced": lambda: nn.Sequential(Stateful(), Stateful(), nn.Linear(WIDTH, 1)),
     "buffer in place": lambda: nn.Sequential(Stateful(in_place=True), Stateful(in_place=True), nn.Linear(WIDTH, 1)),

@@ -8,6 +8,7 @@ import itertools
 import re
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,24 +71,12 @@ def gpt(layers: int = LAYERS, dim: int = 16) -> nn.Module:
 Block = module_class("Block", lambda dim: {"linear": nn.Linear(dim, dim)}, lambda self, x: x + F.gelu(self.linear(x)))
 
 
-class Chain(nn.Module):
+def chain(layers: int = LAYERS, dim: int = 16) -> nn.Sequential:
     """A GPT of one product a block: as many units, and a fraction of the compiler's work."""
-
-    def __init__(self, layers: int, dim: int) -> None:
-        super().__init__()
-        self.token, self.head = nn.Embedding(32, dim), nn.Linear(dim, 32, bias=False)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.token(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
-
-
-def chain(layers: int = LAYERS, dim: int = 16) -> Chain:
     torch.manual_seed(0)
-    return Chain(layers, dim).double()
+    blocks = nn.Sequential(*(Block(dim) for _ in range(layers)))
+    parts = {"token": nn.Embedding(32, dim), "blocks": blocks, "head": nn.Linear(dim, 32, bias=False)}
+    return nn.Sequential(OrderedDict(parts)).double()
 
 
 def tokens(rank: int, i: int = 0) -> tuple[Tensor, Tensor]:

@@ -18,21 +18,7 @@ from models import module_class
 from parity import loss_of as loss_of_params
 from parity import shards_of, squares
 from ranks import Pool, launch, mesh_of
-from test_compile import (
-    Chain,
-    Read,
-    Step,
-    gpt,
-    loss_of,
-    low_precision,
-    models,
-    needs_cpp,
-    recording,
-    same,
-    tokens,
-    training,
-    zeros,
-)
+from test_compile import Read, Step, chain, gpt, loss_of, low_precision, models, needs_cpp, recording, same, tokens, training
 from torch import Tensor, nn
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch.distributed import get_world_size
@@ -104,8 +90,7 @@ def gathers_of(transform: str, *, reshard: bool = True) -> tuple[Gathers, int, i
     """Those of a step on 4 ranks, of its eager one how many, and the bytes of the root's unit and of a block's."""
     graphs: list[GraphModule] = []
     with world(4):
-        torch.manual_seed(0)
-        model = Chain(LAYERS, 16).double()
+        model = chain()
         spec, params = shards_of(fs.by_type(type(model.blocks[0]), p=P("shard", reshard=reshard)), model)
         step = steps(loss_of(model, spec), spec)[transform]
         compile(step, backend=recording(graphs))(params, *tokens(0))
@@ -214,38 +199,27 @@ needs_forward = low_precision
 """torch 2.13: linear layers flatten their input by themselves."""
 
 
-EPOCHS = [(4, 8)] * 2 + [(3, 8)] + [(4, 8)] * 2 + [(3, 8)]
-"""Two, with a last smaller batch."""
-LENGTHS = [(4, 8), (4, 7), (4, 5), (4, 3), (4, 8)]
-
-
-def graphs_of(shapes: list[tuple[int, int]], *, which: str, **options: Any) -> list[int]:
-    """How many graphs there are after each of these batches, for a GPT or a Chain that is trained on a rank of 4."""
-    counts: list[int] = []
-    with world(4):
-        model = gpt(1) if which == "gpt" else Chain(1, 16).double()
-        spec, params = shards_of(fs.by_type(type(model.blocks[0])), model)
-        step = compile(training(loss_of(model, spec)), backend="aot_eager", **options)
-        for shape in shapes:
-            step(params, zeros(params), torch.randint(32, shape), torch.randint(32, shape))
-            counts.append(counters["stats"]["unique_graphs"])
-    return counts
+GRAPHS_BY_SHAPES = [
+    ([(4, 8), (4, 8), (3, 8)] * 2, {}, [1, 1, 2, 2, 2, 2]),  # two epochs, with a last smaller batch
+    ([(4, 8), (4, 7), (4, 5), (4, 3), (4, 8)], {}, [1, 2, 2, 2, 2]),
+    ([(4, 8), (3, 8), (2, 8), (3, 8), (4, 8)], {"dynamic": False}, [1, 2, 3, 3, 3]),
+]
 
 
 @seldom
 @needs_forward
-@pytest.mark.parametrize(
-    ("shapes", "options", "counts"),
-    [
-        (EPOCHS, {}, [1, 1, 2, 2, 2, 2]),
-        (LENGTHS, {}, [1, 2, 2, 2, 2]),
-        ([(4, 8), (3, 8), (2, 8), (3, 8), (4, 8)], {"dynamic": False}, [1, 2, 3, 3, 3]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shapes", "options", "counts"), GRAPHS_BY_SHAPES, ids=str)
 def test_graphs_by_shapes(shapes: list[tuple[int, int]], options: dict[str, bool], counts: list[int]) -> None:
     """The second size or length compiles once more, and others after it do not; with dynamic=False each shape has its graph."""
-    assert graphs_of(shapes, which=depth("chain", "gpt"), **options) == counts
+    found: list[int] = []
+    with world(4):
+        model = depth(chain, gpt)(1)
+        spec, params = shards_of(fs.by_type(type(model.blocks[0])), model)
+        step = compile(training(loss_of(model, spec)), backend="aot_eager", **options)
+        for shape in shapes:
+            step(params, direction(params), torch.randint(32, shape), torch.randint(32, shape))
+            found.append(counters["stats"]["unique_graphs"])
+    assert found == counts
 
 
 @seldom
@@ -293,7 +267,7 @@ Block = module_class(
 )
 
 
-def chain(blocks: int) -> nn.Module:
+def blocks_of(blocks: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(blocks))).double()
 
@@ -321,7 +295,7 @@ def inlined(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def frames(inlined: Counter[str], blocks: int, mesh: dict[str, int]) -> Counter[str]:
     """Functions of funshard that Dynamo traces for a step over so many blocks."""
-    model = chain(blocks)
+    model = blocks_of(blocks)
     spec = fs.by_type(Block)(model).on(mesh)
     inlined.clear()
     torch._dynamo.reset()
@@ -343,7 +317,7 @@ def test_few_functions_are_traced_for_each_unit(inlined: Counter[str]) -> None:
 @seldom
 def test_a_compiled_step_writes_no_dict_of_a_module() -> None:
     """What Dynamo runs around the graph neither clears nor updates a dict, though the model is a global for it."""
-    model, names = chain(4), set[str]()
+    model, names = blocks_of(4), set[str]()
     globals()["_model"] = model
     spec = fs.by_type(Block)(model).on({"shard": 1})
 
@@ -364,7 +338,7 @@ def compiles(rank: int) -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    model, x = chain(2), torch.randn(2, 4, dtype=torch.float64)
+    model, x = blocks_of(2), torch.randn(2, 4, dtype=torch.float64)
     policy = fs.by_type(Block)
     compiled, eager = fs.compile(step_of(model), backend="aot_eager"), step_of(model)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from depth import at_most, depth, each, every, mark_seldom, seldom
 from models import Block, module_class
-from parity import along, loss_of, shards_of, squares
+from parity import HIGHER, WAYS, loss_of, shards_of
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -23,34 +23,19 @@ from funshard import _torch
 
 def model() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 5), *(Block(5) for _ in range(2)), nn.Linear(5, 2)).double()
+    layers = depth(lambda: (Block(3), nn.Linear(3, 2)), lambda: (nn.Linear(3, 5), Block(5), Block(5), nn.Linear(5, 2)))()
+    return nn.Sequential(*layers).double()
 
 
-def data(size: int) -> Tensor:
-    return torch.randn(size, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+MODEL = model()
+DERIVATIVES = {"grad": torch.func.grad, **WAYS, **HIGHER}
+TRANSFORMS = ["grad", "torch.func", "fs", "grad of grad", "jvp of grad", "vmap of grad"]
 
 
-def small() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(Block(3), nn.Linear(3, 2)).double()
-
-
-MODEL = depth(small, model)()
-TRANSFORMS = ["grad", "grad_and_value", "fs.grad_and_value", "grad of grad", "hvp", "vmap of grad"]
-
-
-def step(transform: str, spec: fs.PartitionSpec):
-    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return loss_of(MODEL, spec, x)(params)
-
-    return {
-        "grad": torch.func.grad(loss),
-        "grad_and_value": torch.func.grad_and_value(loss),
-        "fs.grad_and_value": fs.grad_and_value(loss),
-        "grad of grad": torch.func.grad(lambda p, x: squares(torch.func.grad(loss)(p, x))),
-        "hvp": lambda p, x: torch.func.jvp(lambda p: torch.func.grad(loss)(p, x), (p,), (along(p),))[1],
-        "vmap of grad": torch.vmap(torch.func.grad(loss), (None, 0)),
-    }[transform]
+def step(transform: str, spec: fs.PartitionSpec) -> Callable[[fs.Params, Tensor], Any]:
+    if transform == "vmap of grad":
+        return torch.vmap(torch.func.grad(lambda params, x: loss_of(MODEL, spec, x)(params)), (None, 0))
+    return lambda params, x: DERIVATIVES[transform](loss_of(MODEL, spec, x))(params)
 
 
 def specs() -> dict[str, fs.PartitionSpec]:
@@ -72,14 +57,14 @@ def same(expected: object, got: object, rtol: float = 1e-12, atol: float = 1e-12
     ("transform", "which"),
     [
         *(pytest.param(name, "blocks", marks=[seldom] * (name != "grad of grad")) for name in TRANSFORMS),
-        *depth([("fs.grad_and_value", "kept in a replicated one")], [("fs.grad_and_value", w) for w in ("kept", "replicated")]),
+        *depth([("fs", "kept in a replicated one")], [("fs", w) for w in ("kept", "replicated")]),
     ],
 )
 @real_ranks(2)
 def test_compiled_equals_eager(rank: int, transform: str, which: str) -> None:
     """One graph per step, values and gradients as without the compiler; for ZeRO-2 and for DDP as well."""
     spec = specs()[which]
-    params, x = fs.shard(MODEL, spec), data(2)[rank]
+    params, x = fs.shard(MODEL, spec), torch.randn(2, 4, 3, dtype=torch.float64)[rank]
     if transform == "vmap of grad":
         x = x[:, None]
     f = step(transform, spec)
@@ -157,56 +142,53 @@ def test_casts_inside_of_a_compiled_call_are_refused() -> None:
 class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(3, 3)
+        self.linear, self.decay = nn.Linear(3, 3), nn.Buffer(torch.ones(3))
         self.count, self.cache, self.gone = 0, None, 2.0
-        self.register_buffer("decay", torch.ones(3))
 
 
-class Counts(Stateful):
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return self.linear(x) * self.count
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.count += 1
+    return self.linear(x) * self.count
 
 
-class Caches(Stateful):
-    def forward(self, x: Tensor) -> Tensor:
-        self.cache = x.detach() if self.cache is None else self.cache + x.detach()
-        return self.linear(x) + self.cache
+def caches(self: Any, x: Tensor) -> Tensor:
+    self.cache = x.detach() if self.cache is None else self.cache + x.detach()
+    return self.linear(x) + self.cache
 
 
-class Deletes(Stateful):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x) * getattr(self, "gone", 3.0)
-        if hasattr(self, "gone"):
-            del self.gone
-        return y * getattr(self, "gone", 5.0)
+def deletes(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x) * getattr(self, "gone", 3.0)
+    if hasattr(self, "gone"):
+        del self.gone
+    return y * getattr(self, "gone", 5.0)
 
 
-class Registers(Stateful):
-    def forward(self, x: Tensor) -> Tensor:
-        if "late" not in self._buffers:
-            self.register_buffer("late", torch.full_like(x[0], 2.0))
-        self.late = self.late * 1.5
-        return self.linear(x) * self.late
+def registers(self: Any, x: Tensor) -> Tensor:
+    if "late" not in self._buffers:
+        self.register_buffer("late", torch.full_like(x[0], 2.0))
+    self.late = self.late * 1.5
+    return self.linear(x) * self.late
 
 
-class Rebinds(Stateful):
-    def forward(self, x: Tensor) -> Tensor:
-        self.decay = self.decay * 0.5
-        self.count += 1
-        return self.linear(x) * self.decay * self.count
+def rebinds(self: Any, x: Tensor) -> Tensor:
+    self.decay = self.decay * 0.5
+    self.count += 1
+    return self.linear(x) * self.decay * self.count
 
 
-class Switches(Stateful):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x) * (2.0 if self.training else 3.0)
-        self.eval()
-        return y * (5.0 if self.linear.training else 7.0)
+def switches(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x) * (2.0 if self.training else 3.0)
+    self.eval()
+    return y * (5.0 if self.linear.training else 7.0)
 
 
-MODULES = {cls.__name__: cls for cls in (Counts, Caches, Deletes, Registers, Rebinds, Switches)}
+def stateful(forward: Callable[..., Any]) -> type[nn.Module]:
+    return type(forward.__name__, (Stateful,), {"forward": forward})
+
+
+MODULES = {f.__name__: stateful(f) for f in (counts, caches, deletes, registers, rebinds, switches)}
 if not _torch.FORWARD_CAN_BE_REPLACED:  # before torch 2.13 Dynamo cannot ask for an attribute that the same trace has deleted
-    del MODULES["Deletes"]
+    del MODULES["deletes"]
 COMPILERS: dict[str, Callable[..., Any]] = {"fs.compile": fs.compile, "torch.compile": torch.compile}
 
 
@@ -250,7 +232,7 @@ def check(rank: int, which: str, compiler: str, derivative: str) -> None:
 @at_most(1)
 @each
 @pytest.mark.parametrize("ranks", mark_seldom(["alone", "gloo2"], "alone"))
-@every(derivative=mark_seldom(["grad", "hvp"], "grad"), compiler=COMPILERS, which=mark_seldom(MODULES, "Caches", "Counts"))
+@every(derivative=mark_seldom(["grad", "hvp"], "grad"), compiler=COMPILERS, which=mark_seldom(MODULES, "caches", "counts"))
 def test_attributes_that_forward_sets_are_restored(
     request: pytest.FixtureRequest, which: str, compiler: str, derivative: str, ranks: str
 ) -> None:

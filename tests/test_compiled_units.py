@@ -111,17 +111,13 @@ def test_what_changes_compiles_once_more(lengths: tuple[int, ...], scales: tuple
 GRADS = ["fs.grad", "torch.func.grad", "vjp", "no_grad", "jvp", "hvp", "grad of grad"]
 
 
-def is_layer_norm(op: Any) -> bool:
-    return op is torch.ops.aten.native_layer_norm.default
-
-
 PS: dict[str, dict[str, Any]] = {
     "shard": {},
     "keep": {"reshard": False},
     "remat": {"remat": True},
     "save a name": {"remat": Remat(save={"up"})},
     "save products": {"remat": Remat(save={torch.ops.aten.addmm.default})},
-    "save layer_norm": {"remat": Remat(save=is_layer_norm)},
+    "save layer_norm": {"remat": Remat(save=lambda op: op is torch.ops.aten.native_layer_norm.default)},
     "precision": {"precision": fs.Precision(param=torch.float32, reduce=torch.float64)},
     "activations": {"offload": "activations"},
     "params": {"offload": "params"},
@@ -176,9 +172,7 @@ def test_training_on_two_ranks(rank: int) -> None:
     for compile in (False, AOT):
         spec = fs.by_type(Block, p=P("shard", compile=compile))(net).bound
         trained_params, frozen = fs.partition(fs.shard(net, spec), spec)
-
-        def loss(params: fs.Params, x: Tensor, spec: fs.PartitionSpec = spec, frozen: fs.Params = frozen) -> Tensor:
-            return fs.functional_call(net, fs.combine(params, frozen), x, spec=spec).square().mean()
+        loss = lambda params, x, spec=spec, frozen=frozen: loss_of(net, spec, x, frozen=frozen)(params)  # noqa: E731
 
         torch.manual_seed(rank)
         sums, value = fs.accumulate(loss, trained_params, [batch(rank), batch(rank + 2)], spec=spec)

@@ -78,10 +78,6 @@ def close(got: object, expected: object, rtol: float = 1e-10) -> None:
         torch.testing.assert_close(a, b, rtol=rtol, atol=(1e-3 if rtol <= 1e-10 else 1) * rtol, equal_nan=True)
 
 
-def without_decay(name: str, param: object) -> dict[str, Any]:
-    return {"lr": 0.2} if name.endswith("bias") else {}
-
-
 def check_trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard", path: Path | None = None) -> None:
     """Take some steps, the second of them with a gradient that is not finite, and compare each with the eager one."""
     warnings.filterwarnings("ignore", IMPORT)
@@ -92,7 +88,7 @@ def check_trained(rank: int, name: str, backend: str, kind: str, policy: str = "
     model = model_of().to(torch.float64 if policy != "precision" else torch.float32)
     dtype = model[0].weight.dtype
     spec = fs.by_type(nn.Linear, p=POLICIES[policy])(model).bound
-    init, update = rule(0.1, spec=spec, options=without_decay, **given)
+    init, update = rule(0.1, spec=spec, options=lambda name, _: {"lr": 0.2} if name.endswith("bias") else {}, **given)
     params = fs.shard(model, spec)
     expected: Any = params, init(params), fs.loss_scale.dynamic(spec, scale=8.0)[0](params)
     got: Any = pytree.tree_map(torch.clone, expected)

@@ -8,6 +8,7 @@ the next one's, unless something still holds it; and prefetch, which decides whe
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import shutil
 import sys
@@ -23,6 +24,7 @@ import soak
 import torch
 import torch.distributed as dist
 from depth import at_most, depth, each, mark_seldom, seldom, some
+from models import function
 from parity import WAYS, average_gradients, loss_of, numbers, same, shards_of
 from peer_models import MLP, Net
 from ranks import Pool, launch, real_ranks
@@ -136,33 +138,29 @@ ONCE = ("dlpack", "an iterator")
 
 
 # --- held by backward ---
-class Product(torch.autograd.Function):
+SEEN: list[Tensor] = []
+
+
+def product_saved(by_attribute: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """x @ w.t(), with the weight saved in one way or the other; backward keeps it in a list as well."""
 
-    seen: list[Tensor] = []  # noqa: RUF012
-    by_attribute = False
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        return x @ w.t()
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, w = inputs
-        ctx.save_for_backward(x, *([] if Product.by_attribute else [w]))
-        ctx.w = w if Product.by_attribute else None
+        ctx.save_for_backward(x, *([] if by_attribute else [w]))
+        ctx.w = w if by_attribute else None
 
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, w = (*ctx.saved_tensors, ctx.w)[:2]
-        Product.seen.append(w)
+        SEEN.append(w)
         return grad @ w, grad.t() @ x
 
+    return function(lambda x, w: x @ w.t(), setup_context=setup_context, backward=backward).apply
 
-def by_product(model: Net, x: Tensor) -> Tensor:
+
+def by_product(apply: Callable[[Tensor, Tensor], Tensor], model: Net, x: Tensor) -> Tensor:
     x = model.first(x)
     for block in model.blocks:
-        x = Product.apply(torch.tanh(Product.apply(x, block.in_proj.weight)), block.out_proj.weight)
+        x = apply(torch.tanh(apply(x, block.in_proj.weight)), block.out_proj.weight)
     return model.head(x)
 
 
@@ -315,18 +313,18 @@ def test_what_is_held_stays_what_it_was(rank: int, how: str) -> None:
 @real_ranks(2)
 def test_custom_functions_keep_their_weights(rank: int, by_attribute: bool) -> None:
     """By save_for_backward, where a note stands for the weight, and as an attribute, where the buffer itself is held."""
-    Product.by_attribute = by_attribute
-    agrees(rank, by_product, mean_square)
-    Product.seen.clear()
-    model, x = Hooked(by_product), numbers(rank, 0)
+    run = functools.partial(by_product, product_saved(by_attribute))
+    agrees(rank, run, mean_square)
+    SEEN.clear()
+    model, x = Hooked(run), numbers(rank, 0)
     expected = [w.detach() for block in reversed(model.blocks) for w in (block.out_proj.weight, block.in_proj.weight)]
     for spec, prefetch in some(product(specs(model), AHEAD), 1):
         for _ in range(2):
             fs.grad(loss_of(model, spec, x, of=mean_square, prefetch=prefetch))(fs.shard(model, spec))
-        assert len(Product.seen) == 2 * len(expected)
-        for got, weight in zip(Product.seen, expected * 2, strict=True):
+        assert len(SEEN) == 2 * len(expected)
+        for got, weight in zip(SEEN, expected * 2, strict=True):
             assert torch.equal(got, weight), prefetch  # also after all that was gathered and reduced since
-        Product.seen.clear()
+        SEEN.clear()
 
 
 # --- What is under way: who holds its tensors, what becomes of it after an error, and a soak where memory is guarded ---
@@ -341,10 +339,6 @@ STARTED: dict[str, Callable[[Tensor, str], Tensor]] = {
 """What ops.py starts on gloo, for four rows on each of two ranks."""
 
 
-def world() -> str:
-    return dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
-
-
 @at_most(1)
 @pytest.mark.parametrize("op", STARTED)
 @real_ranks(2)
@@ -357,7 +351,7 @@ def test_gloo_holds_what_it_writes(rank: int, op: str) -> None:
     time.sleep(0.3 * rank)
     x = torch.full((4, 1000), float(rank))
     read = StorageWeakRef(x.untyped_storage())
-    out = STARTED[op](x, world())
+    out = STARTED[op](x, dist.group.WORLD.group_name)  # pyright: ignore[reportOptionalMemberAccess]
     written = weakref.ref(out)
     del x, out
     gc.collect()
@@ -371,19 +365,18 @@ def test_gloo_holds_what_it_writes(rank: int, op: str) -> None:
     assert written() is None
 
 
-class Failing(torch.autograd.Function):
-    """The identity, whose backward raises an error."""
+def fail(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    if ctx.error:
+        raise ctx.error("the cause")
+    return grad, None
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: type[BaseException] | None) -> Tensor:
-        ctx.error = error
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.error:
-            raise ctx.error("the cause")
-        return grad, None
+def keep_error(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.error = inputs[1]
+
+
+Failing = function(lambda x, error: x.view_as(x), setup_context=keep_error, backward=fail)
+"""The identity, whose backward raises an error."""
 
 
 class Layer(nn.Module):

@@ -81,13 +81,9 @@ def full_of(model: nn.Module) -> fs.Params:
     return {name: 1.1 * p.detach() for name, p in model.named_parameters()}  # not those of the model
 
 
-def is_kept(name: str) -> bool:
-    return name.endswith("norm.weight") or name.startswith("head.")
-
-
 def plain_loss(model: nn.Module, low: torch.dtype, full: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """The loss without shards: each parameter cast by hand, and the model's input."""
-    cast = {name: p if is_kept(name) else p.to(low) for name, p in full.items()}
+    cast = {k: p if k.endswith("norm.weight") or k.startswith("head.") else p.to(low) for k, p in full.items()}
     return torch.func.functional_call(model, cast, (x.to(low),)).double().sin().square().sum()
 
 
@@ -114,16 +110,10 @@ TRANSFORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "penalty": (penalty, penalty),
 }
 """What differentiates the loss of shards, and that of full parameters."""
-STRATEGIES: dict[str, P] = {
-    "shard": P("shard", precision=KEEP),
-    "reshard=False": P("shard", reshard=False, precision=KEEP),
-    "P()": P(precision=KEEP),
-    "remat": P("shard", remat=True, precision=KEEP),
-    "offload": P("shard", offload="activations", precision=KEEP),
-    "compile": P("shard", compile=fs.Compile(backend="aot_eager"), precision=KEEP),
-    "align": P("shard", align=2, precision=KEEP),
-    "two axes": P(("replicate", "shard"), precision=KEEP),
-}
+OTHERS = {"offload": P("shard", offload="activations"), "compile": P("shard", compile=fs.Compile(backend="aot_eager"))}
+OTHERS |= {"align": P("shard", align=2), "two axes": P(("replicate", "shard"))}
+ALL = strategies("shard", "keep", "replicated", "remat", **OTHERS)
+STRATEGIES = {name: dataclasses.replace(p, precision=KEEP) for name, p in ALL.items()}
 
 
 def units(p: P, *, tree: bool = True) -> fs.Policy:
@@ -144,7 +134,25 @@ def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol
         torch.testing.assert_close(got[name], tensor, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def compare_on_ranks(rank: int, strategy: str, transform: str, kind: str) -> None:
+def meshes(kind: str = "") -> dist.DeviceMesh:
+    size = dist.get_world_size()
+    return mesh_of(2, size // 2) if kind in ("hybrid", "two axes") else mesh_of(size)
+
+
+KINDS = [*((strategy, "") for strategy in STRATEGIES if strategy != "two axes"), ("shard", "tied"), ("shard", "whole")]
+FOUR = [("shard", "hybrid"), ("two axes", "two axes"), ("shard", "four")]
+
+
+@each(transform=TRANSFORMS)
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [*(pytest.param(*k, marks=seldom) if k[0] == "compile" else k for k in KINDS), *FOUR]
+)
+@real_ranks(lambda strategy, kind: 4 if (strategy, kind) in FOUR else 2)
+def test_real_ranks(rank: int, strategy: str, kind: str, transform: str) -> None:
+    """Every strategy, tied parameters and a unit for all: the gradient of the mean loss of the model with casts by hand.
+
+    On four ranks HSDP, slices over two axes, gathered one after the other, and slices that lie on all of them.
+    """
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # in Dynamo
     warnings.filterwarnings("ignore", "module .* runs without compilation")
     model = make_model(tied=kind == "tied")
@@ -153,32 +161,6 @@ def compare_on_ranks(rank: int, strategy: str, transform: str, kind: str) -> Non
     full = full_of(model)
     grads = fs.unshard(ours(lambda p: sharded_loss(model, spec, p, make_batch(rank)))(fs.shard(full, spec)), spec)
     assert_close(grads, mean_over_ranks(theirs, model, F32, full, dist.get_world_size()))
-
-
-def meshes(kind: str = "") -> dist.DeviceMesh:
-    size = dist.get_world_size()
-    if kind in ("hybrid", "two axes"):
-        return mesh_of(2, size // 2)
-    return mesh_of(size)
-
-
-KINDS = [*((strategy, "") for strategy in STRATEGIES if strategy != "two axes"), ("shard", "tied"), ("shard", "whole")]
-
-
-@each(transform=TRANSFORMS)
-@pytest.mark.parametrize(("strategy", "kind"), [pytest.param(*k, marks=seldom) if k[0] == "compile" else k for k in KINDS])
-@real_ranks(2)
-def test_real_ranks(rank: int, strategy: str, kind: str, transform: str) -> None:
-    """Every strategy, tied parameters and a unit for all: the gradient of the mean loss of the model with casts by hand."""
-    compare_on_ranks(rank, strategy, transform, kind)
-
-
-@at_most(4)
-@every(kind=["hybrid", "two axes", "four"], transform=mark_seldom(TRANSFORMS, "fs.grad", "penalty"))
-@real_ranks(4)
-def test_four_ranks(rank: int, kind: str, transform: str) -> None:
-    """HSDP, slices over two axes, gathered one after the other, and slices that lie on four ranks."""
-    compare_on_ranks(rank, kind if kind == "two axes" else "shard", transform, kind)
 
 
 # --- bit for bit, in two bytes and four ---
@@ -297,17 +279,12 @@ def test_options_of_a_step(rank: int, name: str) -> None:
 
 
 # --- what is sent, and planned ---
-def make_llama_like() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block(40) for _ in range(3)))
-
-
 @at_most(3)
 @pytest.mark.parametrize("axes", [("shard",), ("replicate", "shard")], ids=["one axis", "two axes"])
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_one_gather_and_one_reduction_of_a_unit(size: int, axes: tuple[str, ...]) -> None:
     """The bytes of the longest slice times the ranks, and what `plan` says."""
-    net = make_llama_like()
+    net = nn.Sequential(*(Block(40) for _ in range(3)))
     precision = Precision(param=BF16, reduce=F32, keep={"*norm.weight": F32})
     with world(2 * size if len(axes) == 2 else size, rank=0):
         mesh, p = mesh_of(size) if len(axes) == 1 else mesh_of(2, size), P("shard", precision=precision)

@@ -190,9 +190,7 @@ def test_a_step_is_that_of_shards(rank: int, what: str) -> None:
     for reshard in ("shard", True):
         spec, params = shards_of(fs.by_path({"*": P(BOTH, reshard=reshard, **OPTIONS[what])}), model, mesh)
         params, frozen = fs.partition(params, spec)
-
-        def loss(p: fs.Params, x: torch.Tensor, spec: Any = spec, frozen: Any = frozen) -> torch.Tensor:
-            return loss_of(model, spec, x)(fs.combine(p, frozen))
+        loss = lambda p, x, spec=spec, frozen=frozen: loss_of(model, spec, x, frozen=frozen)(p)  # noqa: E731
 
         init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2)
         if what == "update_in_backward":

@@ -41,6 +41,19 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
+class Held:
+    """The storages of the tensors that it was called with. One to be asked by recomputed functions is a global of theirs."""
+
+    refs: tuple[weakref.ref[Any], ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        self.refs += tuple(weakref.ref(_torch.unwrap(tensor).untyped_storage()) for tensor in tensors)
+        return tensors[0]
+
+    def alive(self) -> int:
+        return len({id(ref()) for ref in self.refs if ref() is not None})
+
+
 class Alive(TorchDispatchMode):
     """Elements of gathered and of unreduced buffers that are alive after each op."""
 
@@ -229,36 +242,34 @@ def test_an_exception_frees_everything(failing: int) -> None:
             assert alive.now() == []
 
 
-def inputs_of(*modules: nn.Module) -> list[weakref.ref[Any]]:
-    """The storages of what these are going to be given."""
-    inside: list[weakref.ref[Any]] = []
-    for module in modules:
-        module.register_forward_pre_hook(lambda _, args: inside.append(weakref.ref(_torch.unwrap(args[0]).untyped_storage())))
-    return inside
+def note(held: Held, tensors: tuple[Tensor, ...]) -> None:
+    held(*tensors)
 
 
 def test_a_graph_that_is_dropped_frees_what_it_held() -> None:
     """A forward without a backward: the kept units and the activations go with the output, without the cycle collector."""
     with net_of(3) as (model, spec):
-        inside = inputs_of(model.blocks[1].out_proj)
+        inside = Held()
+        model.blocks[1].out_proj.register_forward_pre_hook(lambda _, args: note(inside, args))
         params = {k: v.requires_grad_() for k, v in fs.shard(model, spec).items()}
         with no_collector(), Alive() as alive:
             y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
             assert len(alive.now()) == 2
-            assert inside[0]() is not None
+            assert inside.alive() == 1
             del y
             assert alive.now() == []
-            assert inside[0]() is None
+            assert inside.alive() == 0
 
 
 @pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
 def test_activations_go_with_the_step(way: str) -> None:
     """Outputs that their own nodes save (tanh) are in no cycle, under torch.func either."""
     with net_of(3) as (model, spec), no_collector():
-        inside = inputs_of(*(block.out_proj for block in model.blocks))
+        inside = Held()
+        for block in model.blocks:
+            block.out_proj.register_forward_pre_hook(lambda _, args: note(inside, args))
         WAYS[way](loss_of(model, spec, numbers(0, 0)))(fs.shard(model, spec))
-        assert len(inside) == 3
-        assert [ref for ref in inside if ref() is not None] == []
+        assert (len(inside.refs), inside.alive()) == (3, 0)
 
 
 def test_what_user_code_holds_stays_readable() -> None:
@@ -274,18 +285,19 @@ def test_what_user_code_holds_stays_readable() -> None:
             assert alive.now() == []
 
 
-def step_and_forget() -> list[weakref.ref[Any]]:
-    """The storages of a model, its shards and gradients, all out of scope."""
+def step_and_forget(held: Held) -> None:
+    """Takes a model, its shards and gradients, all out of scope."""
     model = Net(blocks=2)
     spec, params = shards_of(fs.by_path({"blocks.*": fs.P("shard")}), model)
     grads = fs.grad(loss_of(model, spec, numbers(0, 0)))(params)
-    return [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *params.values(), *grads.values())]
+    held(*model.parameters(), *params.values(), *grads.values())
 
 
 def test_dropping_everything_returns_to_the_baseline() -> None:
     """test_fully_shard_del_memory: no cycle keeps a model, its shards or its gathered buffers alive."""
     with world(4), no_collector():
-        assert [ref for ref in step_and_forget() if ref() is not None] == []
+        step_and_forget(held := Held())
+        assert (len(held.refs) > 9, held.alive()) == (True, 0)
 
 
 def test_gradients_that_are_reduced_over_one_axis_of_two_do_not_stay() -> None:
@@ -362,12 +374,6 @@ def step(frozen: set[str], p: P, way: str, how: str, prefetch: int = 1) -> tuple
     return Step(sent, sum(ran.ops[op] - forward[op] for op in ("mm", "addmm")), kept, grads), spec
 
 
-def expected_products(frozen: set[str]) -> int:
-    """Of each layer from the first trained one on: one for its weight if that is trained, one for its input, not that one's."""
-    trained = [i for i in range(UNITS) if str(i) not in frozen]
-    return len(trained) + sum(i > trained[0] for i in range(UNITS))
-
-
 FROZEN = [{"0"}, {"0", "1", "2"}, {"2", "3"}, {"5"}, {"0", "2", "4", "5"}, set("01234")]
 
 
@@ -397,7 +403,8 @@ def test_a_step_does_no_more_than_it_must(frozen: set[str], strategy: str, way: 
             assert {s.op for s in sends} == {"all_reduce"}
             assert sum(s.numel for s in sends.elements()) == len(trained) * spec.shard_numel(next(iter(spec)))
         rerun = range(first, UNITS) if p.remat else ()
-        assert did.products == expected_products(frozen) + len(rerun)
+        # of each layer from the first trained one on: one for its weight if that is trained, one for its input, not that one's
+        assert did.products == len(trained) + (UNITS - 1 - first) + len(rerun)
         assert did.kept == [*range(max(first - 1, 0), UNITS)]
 
 
@@ -439,15 +446,6 @@ def step_of_linears(mode: Any, p: P, size: int, way: str = "fs", units: int = 4,
     return mode
 
 
-def plain_kernels(way: str, units: int, dim: int) -> int:
-    """What a step of the whole model dispatches."""
-    model, x = linears(units, dim), torch.ones(3, dim)
-    params = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with Kernels() as counted:
-        WAYS[way](lambda params: torch.func.functional_call(model, params, (x,)).sum())(params)
-    return counted.all
-
-
 # --- steps ---
 MOST = {
     "P()": (P(), 0.1),
@@ -468,7 +466,11 @@ def test_kernels_of_a_step(p: str, way: str) -> None:
     spec, most = MOST[p]
     units, dim = 16, 128
     counts = [step_of_linears(Kernels(), spec, size, way, units, dim).all for size in (2, 8, 64)]
-    assert max(counts) - plain_kernels(way, units, dim) <= most * units
+    model, x = linears(units, dim), torch.ones(3, dim)
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with Kernels() as plain:
+        WAYS[way](lambda params: torch.func.functional_call(model, params, (x,)).sum())(params)
+    assert max(counts) - plain.all <= most * units
     assert counts[1] <= counts[2] <= counts[1] + 1  # the zeros of all padding
     assert counts[0] == counts[1] - units * (p == "float16")  # on two ranks it divides once
 

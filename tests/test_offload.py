@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import refused, unchanged
 from offloaded import counted, everywhere, moved
-from parity import WAYS, check_parity, gradient_of, loss_of, numbers, shards_of
+from parity import DERIVATIVES, WAYS, check_parity, gradient_of, loss_of, numbers, shards_of
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -347,23 +347,18 @@ def seeded_loss(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> Callable
     return loss
 
 
-STEP: dict[str, Callable[[Callable[[fs.Params], Tensor], fs.Params], Any]] = {
-    **{name: (lambda f, p, way=way: way(f)(p)) for name, way in WAYS.items()},
-    "hvp": lambda f, p: fs.hvp(f, p, {k: v.cos() for k, v in p.items()}),
-    "double": lambda f, p: double(f, p),
-    "vjp": lambda f, p: (lambda y, pull: (y, pull(torch.ones_like(y))))(*torch.func.vjp(f, p)),
-    "grad of grad": lambda f, p: torch.func.grad(lambda p: sum(g.square().sum() for g in torch.func.grad(f)(p).values()))(p),
-}
+def double(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], Any]:
+    def run(params: fs.Params) -> Any:
+        leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
+        grads = torch.autograd.grad(f(leaves), list(leaves.values()), create_graph=True)
+        along = sum((g * g.detach().cos()).sum() for g in grads)
+        first = torch.autograd.grad(along, list(leaves.values()), retain_graph=True)
+        return first, torch.autograd.grad(along, list(leaves.values()))
+
+    return run
 
 
-def double(f: Callable[[fs.Params], Tensor], params: fs.Params) -> Any:
-    leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
-    grads = torch.autograd.grad(f(leaves), list(leaves.values()), create_graph=True)
-    along = sum((g * g.detach().cos()).sum() for g in grads)
-    first = torch.autograd.grad(along, list(leaves.values()), retain_graph=True)
-    return first, torch.autograd.grad(along, list(leaves.values()))
-
-
+STEP = {**WAYS, "double": double, **{name: DERIVATIVES[name] for name in ("hvp", "vjp", "grad of grad")}}
 NARROWER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
 FLOAT8 = fs.Codec(lambda x: (x.float(), x.abs().amax()), lambda x, scale: x.to(scale.dtype) + 0 * scale)
 PS: dict[str, Callable[[torch.dtype], dict[str, Any]]] = {
@@ -394,11 +389,11 @@ def test_units_on_real_ranks(rank: int, to: str, name: str, which: str, way: str
     blocks, dtype = type(model.get_submodule(block)), next(model.parameters()).dtype
     with unchanged(model):
         plain, params = shards_of(fs.by_type(blocks, p=p_of(which, dtype)), model)
-        expected = STEP[way](seeded_loss(model, plain, rank), params)
+        expected = STEP[way](seeded_loss(model, plain, rank))(params)
         with elsewhere() as slices, everywhere() as saved:
             spec, shards = shards_of(fs.by_type(blocks, p=p_of(which, dtype, offload=to)), model)
             equal(shards, params)
-            equal(STEP[way](seeded_loss(model, spec, rank), shards), expected)
+            equal(STEP[way](seeded_loss(model, spec, rank))(shards), expected)
             equal(fs.unshard(shards, spec), fs.unshard(params, plain))
         if to == ACTIVATIONS:
             assert (saved.out > 5) is (way in IN_GRAPHS)

@@ -153,10 +153,9 @@ class Node:
     """Something with attributes."""
 
 
-def programs() -> st.SearchStrategy[list[tuple[str, int, int]]]:
-    """What a block does with the state: kinds of steps on the objects that it knows by number."""
-    steps = st.sampled_from(["store", "read", "count", "branch", "link", "drop"])
-    return st.lists(st.tuples(steps, st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8)
+KINDS = st.sampled_from(["store", "read", "count", "branch", "link", "drop"])
+PROGRAMS = st.lists(st.tuples(KINDS, st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8)
+"""What a block does with the state: kinds of steps on the objects that it knows by number."""
 
 
 def run_program(self: Any, x: Tensor, state: Any) -> Tensor:
@@ -198,7 +197,7 @@ def stored(state: Any, seen: set[int] | None = None) -> Any:
 
 
 @settings(max_examples=settings.default.max_examples // 2)
-@given(program=programs(), as_node=st.booleans())
+@given(program=PROGRAMS, as_node=st.booleans())
 def test_random_changes_of_a_state(program: list[tuple[str, int, int]], as_node: bool) -> None:
     """Two blocks that change one tree of objects; the head reads what is left in it."""
     torch.manual_seed(0)
@@ -476,6 +475,8 @@ FUNCTIONS: dict[str, Callable[[Wrap, Tensor], Tensor]] = {
 def test_what_a_function_changes_and_reads(name: str) -> None:
     """Each later run finds what its first one found, and what is reached has a gradient, at every order: it was 0."""
     for key, way in {**WAYS, "jvp": lambda loss, p, v: torch.func.jvp(loss, (p,), (v,))[1]}.items():
+        if name == "inner gradient" and key not in ("torch.func.grad", "hvp", "third"):
+            continue  # fs.grad's result has no graph of plain autograd
         losses = [lambda p, w=wrap: FUNCTIONS[name](w, p["w"]).sin().sum() for wrap in (fs.remat, lambda f: f)]
         got, want = (way(loss, {"w": W}, {"w": W.cos()}) for loss in losses)
         assert_close(got, want, **EXACT, msg=lambda m, key=key: f"{key}: {m}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,8 +13,8 @@ from collective_log import Collectives, gathers, scatters, world
 from depth import at_most, depth, each, every
 from gradient_cases import assert_shards_of_mean, cases, penalty
 from hypothesis import given, settings
-from parity import gradient_of, loss_of, shards_of
-from test_memory import Alive, Curved, no_collector
+from parity import DERIVATIVES, gradient_of, loss_of, shards_of
+from test_memory import Alive, Curved, Held, no_collector
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import grad, jvp
@@ -23,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
 import funshard as fs
-from funshard import _torch
 
 W = torch.randn(4, 4, dtype=torch.float64)
 X = torch.randn(3, 4, dtype=torch.float64)
@@ -192,53 +190,45 @@ def test_any_pytree_goes_in_and_out() -> None:
         assert fs.remat(f)(*args, flag=True)[0]["same"] is X
 
 
+HELD = Held()
+
+
 def test_only_arguments_are_kept() -> None:
     """What the function computes on its way is gone when it returns, and when its derivative has been computed."""
-
-    class Inner:  # a list of its own would be put back for each run
-        seen: tuple[weakref.ref[Tensor], ...] = ()
-
-    def f(w: Tensor) -> Tensor:
-        h = torch.tanh(w)
-        Inner.seen += (weakref.ref(h),)
-        return (h**2).sum()
-
     for order in (1, 2):
         w = W.clone().requires_grad_()
         with no_collector():
-            out = fs.remat(f)(w)
-            assert Inner.seen[-1]() is None
+            out = fs.remat(lambda w: (HELD(torch.tanh(w)) ** 2).sum())(w)
+            assert HELD.alive() == 0
             for _ in range(order):
+                HELD.refs = ()
                 (out,) = torch.autograd.grad(out.sum(), w, create_graph=True)
-                runs, Inner.seen = len(Inner.seen), tuple(ref for ref in Inner.seen if ref() is not None)
-                assert runs > 0
-                assert Inner.seen == ()
+                assert (len(HELD.refs) > 0, HELD.alive()) == (True, 0)
 
 
-def test_arguments_and_results_go_without_the_collector() -> None:
+USES: dict[str, Callable[[Function], Any]] = {
+    "dropped": lambda loss: loss(W.clone().requires_grad_()),
+    "backward": lambda loss: loss(W.clone().requires_grad_()).backward(),
+    "grad": lambda loss: grad(loss)(W),
+    "grad of grad": lambda loss: grad(lambda w: grad(loss)(w).sum())(W),
+}
+
+
+@pytest.mark.parametrize("way", USES)
+def test_arguments_and_results_go_without_the_collector(way: str) -> None:
     """What went in and what came out, with the graph behind them, in every derivative: there are no circles."""
+    f = fs.remat(lambda tree: {"out": torch.tanh(tree["h"]), "same": tree})
 
-    def refs_of(way: str, f: Function) -> list[weakref.ref[Any]]:
-        refs: list[weakref.ref[Any]] = []
+    def loss(w: Tensor) -> Tensor:
+        h = w * 2
+        out = f({"h": h})["out"]
+        held(h, out)
+        return out.sum()
 
-        def loss(w: Tensor) -> Tensor:
-            h = w * 2
-            out = f({"h": h})["out"]
-            refs.extend(weakref.ref(_torch.unwrap(x).untyped_storage()) for x in (h, out))
-            return out.sum()
-
-        if way == "dropped":
-            loss(W.clone().requires_grad_())
-        elif way == "backward":
-            loss(W.clone().requires_grad_()).backward()
-        else:
-            (grad(loss) if way == "grad" else grad(lambda w: grad(loss)(w).sum()))(W)
-        return refs
-
-    for way in ("dropped", "backward", "grad", "grad of grad"):
-        with no_collector():
-            refs = refs_of(way, fs.remat(lambda tree: {"out": torch.tanh(tree["h"]), "same": tree}))
-            assert [ref() is None for ref in refs] == [True, True], way
+    with no_collector():
+        held = Held()
+        USES[way](loss)
+        assert (len(held.refs) > 0, held.alive()) == (True, 0)
 
 
 # --- P(remat=True) ---
@@ -279,18 +269,13 @@ def test_recomputed_units_are_invisible(transform: str, every: bool, case: Any) 
     assert_shards_of_mean((model, rematerialized(policy, every=every), sizes), TRANSFORMS[transform], exact=exact)
 
 
-def twice_by_plain_autograd(loss: Function, params: fs.Params, v: fs.Params) -> None:
-    leaves = [p.clone().requires_grad_() for p in params.values()]
-    first = torch.autograd.grad(loss(dict(zip(params, leaves, strict=True))), leaves, create_graph=True)
-    torch.autograd.grad(sum((g**2).sum() for g in first), leaves)
-
-
 MEMORY: dict[str, tuple[int, Callable[..., Any]]] = {
     "grad": (2, TRANSFORMS["grad"]),
     "fs.grad": (2, TRANSFORMS["fs.grad"]),  # one of them holds the gradient that is being reduced, as above
     "grad of grad": (1, TRANSFORMS["grad of grad"]),
     "jvp of grad": (2, TRANSFORMS["hvp"]),
-    "double backward": (2, twice_by_plain_autograd),  # one is the last block, which forward leaves to backward
+    # one is the last block, which forward leaves to backward
+    "double backward": (2, lambda loss, p, v: DERIVATIVES["double backward"](loss)(p)),
     "third": (3, lambda loss, p, v: grad(lambda p: penalty(fs.hvp(loss, p, v)))(p)),
 }
 """For each transform, how many buffers of one unit's size are alive at once, exactly."""
@@ -316,11 +301,7 @@ def test_gathered_buffers_alive_do_not_grow_with_the_model(transform: str, block
         assert alive.now() == []
 
 
-def pulled_back(f: Function) -> Function:
-    return lambda p: torch.func.vjp(f, p)[1](torch.ones((), dtype=torch.float64))[0]
-
-
-ONCE = {"fs.grad": fs.grad, "grad": grad, "a pullback": pulled_back}
+ONCE = {"fs.grad": fs.grad, "grad": grad, "a pullback": DERIVATIVES["vjp"]}
 """Derivatives that nobody differentiates."""
 
 
@@ -348,7 +329,7 @@ def test_recomputed_units_that_are_frozen_or_kept(ways: str, way: str) -> None:
         spec, params = shards_of(fs.by_type(Curved, p=fs.P("shard", remat=True, reshard=ways == "frozen")), model)
         trained, frozen = fs.partition(params, spec)
         with no_collector(), Alive() as alive, Collectives() as log:
-            ONCE[way](lambda p: loss_of(model, spec, X)(fs.combine(p, frozen)))(trained)
+            ONCE[way](loss_of(model, spec, X, frozen=frozen))(trained)
         gathered = [sent for sent in log.all if sent.op == "all_gather"]
         blocks = alive.peak / spec.padded_numel(spec.by_key["0"])
         assert (len(gathered), blocks <= 3) == ((9, True) if ways == "frozen" else (5, False))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from models import module_class, refused
 from parity import gradient_of, loss_of, plain_grad, shards_of
 from ranks import real_ranks
 from recomputed_cases import CASES
-from test_memory import Peak, no_collector
+from test_memory import Held, Peak, no_collector
 from test_recompute import made, policy, seed
 from test_remat import ORDERS, W, X
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import funshard as fs
-from funshard import _torch, collectives
+from funshard import collectives
 
 aten = torch.ops.aten
 Save = Any
@@ -214,11 +213,10 @@ def run_program(program: list[tuple[str, int]], w: Tensor, x: Tensor) -> Tensor:
     return sum((h.square().mean() for h in known), w.sum() * 0)
 
 
-def programs() -> st.SearchStrategy[list[tuple[str, int]]]:
-    return st.lists(st.tuples(st.sampled_from([*STEPS]), st.integers(0, 11)), max_size=8)
+PROGRAMS = st.lists(st.tuples(st.sampled_from([*STEPS]), st.integers(0, 11)), max_size=8)
 
 
-@given(program=programs(), chosen=st.sets(st.integers(0, 12)), by_name=st.booleans(), way=st.sampled_from(sorted(WAYS)))
+@given(program=PROGRAMS, chosen=st.sets(st.integers(0, 12)), by_name=st.booleans(), way=st.sampled_from(sorted(WAYS)))
 def test_any_program_with_anything_saved(program: list[tuple[str, int]], chosen: set[int], by_name: bool, way: str) -> None:
     """The bits of the function, of each operator no more runs than with all computed again; later calls are as the first."""
 
@@ -398,24 +396,12 @@ def test_another_control_flow_is_refused() -> None:
 
 
 # --- what it costs ---
-class HELD:
-    """The storages of what a function has made on its way."""
-
-    refs: tuple[weakref.ref[Any], ...] = ()  # a list would be put back for each run
-
-    @classmethod
-    def alive(cls) -> int:
-        return len({id(ref()) for ref in cls.refs if ref() is not None})
-
-
-def held(x: Tensor) -> Tensor:
-    HELD.refs += (weakref.ref(_torch.unwrap(x).untyped_storage()),)
-    return x
+HELD = Held()
 
 
 def watched(w: Tensor) -> Tensor:
-    h = held(fs.checkpoint_name(w @ w, "h"))
-    return (held(torch.tanh(h)) @ w).sum()
+    h = HELD(fs.checkpoint_name(w @ w, "h"))
+    return (HELD(torch.tanh(h)) @ w).sum()
 
 
 def test_what_is_kept_goes_when_it_was_used() -> None:

@@ -503,8 +503,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def step(model: nn.Module, spec: fs.PartitionSpec, way: str, x: Tensor, **options: Any) -> dict[str, Tensor]:
     """The gradients of the spec's trained units."""
     trained, rest = fs.partition(fs.shard(model, spec), spec)
-    loss = loss_of(model, spec, x, **options)
-    return WAYS[way](lambda params: loss(fs.combine(params, rest)))(trained)[0]
+    return WAYS[way](loss_of(model, spec, x, frozen=rest, **options))(trained)[0]
 
 
 def plain(model: nn.Module, spec: fs.PartitionSpec, x: Tensor, rank: int) -> dict[str, Tensor]:
