@@ -118,3 +118,12 @@ def pytest_collection_finish() -> None:
     """Collect what reading the tests has left, and freeze what their imports have made."""
     gc.collect()
     freeze_imports()
+
+
+@pytest.fixture
+def fresh_dynamo() -> None:
+    """Nothing is compiled yet, and nothing counted."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()

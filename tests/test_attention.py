@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
 from depth import at_most, each, every, mark_seldom, seldom
-from models import refused
+from models import module_class, refused
 from orders import FIRST_AND_SECOND, ORDERS, cubes
 from parity import gradient_of, loss_of, shards_of
 from ranks import real_ranks
+from test_memory import Peak
 from torch import Tensor, nn
 from torch.func import grad, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import funshard as fs
@@ -136,9 +136,9 @@ def test_memory_is_linear_in_the_length(order: str) -> None:
     """No tensor has a number for each pair of query and key."""
     for length in (32, 64):
         xs = tuple(numbers(1, 1, length, 2, seed=i) for i in range(3))
-        with fs.transforms_attention(8), Largest() as largest:
+        with fs.transforms_attention(8), Peak() as peak:
             ORDERS[order](F.scaled_dot_product_attention, xs)
-        assert largest.numel <= 8 * length
+        assert max(peak.made) <= 8 * 8 * length
 
 
 # --- where it holds ---
@@ -209,9 +209,9 @@ def test_multi_head_attention(options: dict[str, Any]) -> None:
     options = {**options, "attn_mask": mask} if "is_causal" in options else options
     product = lambda: fs.hvp(lambda x: module(x, x, x, **options)[0].square().sum(), x, x.cos())  # noqa: E731
     as_math(product)
-    with fs.transforms_attention(BLOCK), Largest() as largest:
+    with fs.transforms_attention(BLOCK), Peak() as peak:
         product()
-    assert options["need_weights"] or largest.numel < 2 * 2 * length * length  # or else it returns the scores
+    assert options["need_weights"] or max(peak.made) < 8 * 2 * 2 * length * length  # or else it returns the scores
 
 
 def layers(p: P | None = None, count: int = 2) -> tuple[nn.Module, fs.PartitionSpec, Tensor]:
@@ -312,15 +312,6 @@ def test_a_compiled_unit_runs_without_compilation() -> None:
     warned = pytest.warns(fs._call.compiled_unit.CompileWarning, match="attention is that of fs.transforms_attention")
     with fs.transforms_attention(BLOCK), warned:
         fs.grad(loss_of(model, spec, x))(fs.shard(model, spec))
-
-
-def test_refusals() -> None:
-    for block in (0, 1.5, True):
-        with pytest.raises(ValueError, match=f"block: expected a number of queries, 1 or more, got {block}"):
-            fs.transforms_attention(block)  # pyright: ignore[reportArgumentType]
-    q, k, v = qkv()
-    with fs.transforms_attention(BLOCK), pytest.raises(ValueError, match="expected attn_mask or is_causal=True, got both"):
-        F.scaled_dot_product_attention(q, k, v, attn_mask=ALLOWED, is_causal=True)
 
 
 # --- fs.chunked: the sum of a function over slices of the rows is the function of all rows, in less memory ---
@@ -438,18 +429,6 @@ def test_gradients_of_16_bits_are_added_up_in_32(dtype: torch.dtype) -> None:
 
 
 # --- memory ---
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operator makes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.numel = max(self.numel, out.numel())
-        return out
-
-
 @at_most(2)
 @every(order=[*FIRST_AND_SECOND, "kept graph"])
 def test_no_tensor_is_as_large_as_the_logits(order: str) -> None:
@@ -457,28 +436,30 @@ def test_no_tensor_is_as_large_as_the_logits(order: str) -> None:
     sizes = []
     for chunks in (1, 16):
         f = fs.chunked(cross_entropy, chunks)
-        with Largest() as largest:
+        with Peak() as peak:
             ORDERS[order](lambda w, h, f=f: f(w, {**rows, "h": h})[0], (W, rows["h"]))
-        sizes.append(largest.numel)
+        sizes.append(max(peak.made) // 8)
     assert sizes[0] >= 64 * WORDS > 64 * WIDTH >= sizes[1]
 
 
 # --- in a model ---
-class Head(nn.Module):
-    """A head and its loss; ``weight`` may be that of an embedding."""
+def sum_of_rows(w: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    logits = F.linear(rows[0], w)
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    return F.cross_entropy(logits, rows[1], reduction="sum"), (rows[1] >= 0).sum()
 
-    def __init__(self, weight: nn.Parameter, chunks: int) -> None:
-        super().__init__()
-        self.weight, self.chunks = weight, chunks
 
-    def forward(self, h: Tensor, y: Tensor) -> Tensor:
-        def f(w: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            logits = F.linear(rows[0], w)
-            logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-            return F.cross_entropy(logits, rows[1], reduction="sum"), (rows[1] >= 0).sum()
+def mean_of_rows(w: Tensor, h: Tensor, y: Tensor, chunks: int) -> Tensor:
+    total, count = (fs.chunked(sum_of_rows, chunks) if chunks else sum_of_rows)(w, (h, y))
+    return total / count
 
-        total, count = (fs.chunked(f, self.chunks) if self.chunks else f)(self.weight, (h, y))
-        return total / count
+
+Head = module_class(
+    "Head",
+    lambda weight, chunks: {"weight": weight, "chunks": chunks},
+    lambda self, h, y: mean_of_rows(self.weight, h, y, self.chunks),
+)
+"""A head and its loss; ``weight`` may be that of an embedding."""
 
 
 class Model(nn.Module):
@@ -490,8 +471,11 @@ class Model(nn.Module):
         self.token, self.block = nn.Embedding(WORDS, 5), nn.Linear(5, 5)
         self.head = Head(self.token.weight if tied else nn.Parameter(torch.randn(words, 5)), chunks)
 
+    def hidden(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.block(self.token(y[:-1]))), torch.where(y[1:] == 0, -100, y[1:])
+
     def forward(self, y: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.block(self.token(y[:-1]))), torch.where(y[1:] == 0, -100, y[1:]))
+        return self.head(*self.hidden(y))
 
 
 def labels(rank: int) -> Tensor:
@@ -509,6 +493,7 @@ STRATEGIES = {
     "frozen": P("shard"),
     "remat": P("shard", remat=True),
     "bf16": P("shard", precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32)),
+    "outside": P("shard"),  # of functional_call, on a weight that fs.unshard gathers once
 }
 
 
@@ -532,7 +517,10 @@ def test_in_a_model_on_real_ranks(rank: int, strategy: str) -> None:
         return torch.stack([*losses]).mean()
 
     def loss(mine: fs.Params) -> Tensor:
-        return fs.functional_call(model, {**mine, **others}, (labels(rank),), spec=spec)
+        if strategy != "outside":
+            return fs.functional_call(model, {**mine, **others}, (labels(rank),), spec=spec)
+        weight = fs.unshard(mine, spec, units=["head"])["head.weight"]
+        return mean_of_rows(weight, *fs.functional_call(model, mine, (labels(rank),), spec=spec, method="hidden"), 4)
 
     def of_trained(full: fs.Params) -> fs.Params:
         return fs.partition(fs.shard({**rest, **full}, spec), spec)[0]
@@ -558,30 +546,6 @@ def test_the_head_is_gathered_once_and_reduced_once() -> None:
             assert sum(s.op == "all_gather" and s.numel == own for s in log.all) <= 2
             assert sum(s.op == "reduce_scatter" and s.numel == 2 * own for s in log.all) == 1
         assert sent[0] == sent[1]
-
-
-@real_ranks(2)
-def test_with_an_unsharded_head_on_real_ranks(rank: int) -> None:
-    """Outside of functional_call, on weights that fs.unshard gathers once."""
-    model = Model(0).double()
-    spec = fs.by_type(nn.Linear, Head)(model).bound
-    full = {name: x.detach() for name, x in model.named_parameters()}
-    h = torch.randn(2, 9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    y = torch.arange(9) % WORDS
-
-    def f(w: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-        return F.cross_entropy(F.linear(rows[0], w), rows[1], reduction="sum"), len(rows[1])
-
-    def loss(params: fs.Params) -> Tensor:
-        weight = fs.unshard(params, spec, units=["head"])["head.weight"]
-        return fs.chunked(f, 4, reduce="mean")(weight, (h[rank], y))
-
-    def reference(full: fs.Params) -> Tensor:
-        return torch.stack([f(full["head.weight"], (h[r], y))[0] / 9 for r in range(2)]).mean()
-
-    v = {name: x.cos() for name, x in full.items()}
-    want = {k: fs.shard(g, spec) for k, g in derivatives(reference, full, v).items()}
-    assert_close(derivatives(loss, fs.shard(full, spec), fs.shard(v, spec)), want, rtol=1e-9, atol=1e-9)
 
 
 # --- refusals ---
@@ -614,7 +578,16 @@ def total(w: Tensor, h: Tensor) -> Any:
 
 H = rows_of(4)["h"]
 
+
+def attend_masked() -> Tensor:
+    with fs.transforms_attention(BLOCK):
+        return F.scaled_dot_product_attention(*qkv(), attn_mask=ALLOWED, is_causal=True)
+
+
+NO_BLOCK = "block: expected a number of queries, 1 or more, got {}"
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    **{f"{b}": (lambda b=b: fs.transforms_attention(b), ValueError, NO_BLOCK.format(b)) for b in (0, 1.5, True)},
+    "mask and causal": (attend_masked, ValueError, "expected attn_mask or is_causal=True, got both"),
     "chunks": (
         lambda: fs.chunked(total, 0),
         ValueError,
@@ -633,6 +606,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals_in_slices(case: str) -> None:
+def test_refusals(case: str) -> None:
+    """Of chunked functions, of attention in blocks, and of what both mask and causality say."""
     run, error, message = REFUSED[case]
     refused(error, message, run)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, depth, each, every, pairs, seldom
-from models import EXACT, refused, unchanged
+from models import EXACT, module_class, refused, unchanged
 from parity import gradient, gradient_of, loss_of, shards_of, strategies
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -28,22 +28,19 @@ Tree = dict[str, Tensor]
 STRATEGIES = strategies("shard", "keep", "remat", "replicated")
 
 
-class Counts(nn.Module):
-    """A buffer written in place, one that is replaced, a constant, and one that comes and goes."""
+def count(self: Any, x: Tensor) -> Tensor:
+    out = self.linear(x) * self.table
+    self.calls += 1
+    self.mean = out.detach().mean(0)
+    self.register_buffer("cache", out.detach())
+    return out
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("table", torch.ones(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.linear(x) * self.table
-        self.calls += 1
-        self.mean = out.detach().mean(0)
-        self.register_buffer("cache", out.detach())
-        return out
+BUFFERS = {"calls": torch.zeros((), dtype=torch.int64), "mean": torch.zeros(3), "table": torch.ones(3)}
+Counts = module_class(
+    "Counts", lambda: {"linear": nn.Linear(3, 3)} | {name: nn.Buffer(b.clone()) for name, b in BUFFERS.items()}, count
+)
+"""A buffer written in place, one that is replaced, a constant, and one that comes and goes."""
 
 
 class Block(nn.Sequential):
@@ -292,18 +289,15 @@ def test_stale_statistics_of_few_layers_are_named_alone() -> None:
 
 
 # --- attributes (LAWS R10): put back, returned where asked for, or an error that names them ---
-class Router(nn.Module):
-    """As a mixture of experts has it: the auxiliary loss is in an attribute."""
+def route(self: Any, x: Tensor) -> Tensor:
+    gates = self.gate(x).softmax(-1)
+    self.aux_loss = (gates.mean(0) ** 2).sum()
+    self.calls += 1
+    return x * gates
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.aux_loss, self.calls = nn.Linear(4, 4), 0.0, 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        gates = self.gate(x).softmax(-1)
-        self.aux_loss = (gates.mean(0) ** 2).sum()
-        self.calls += 1
-        return x * gates
+Router = module_class("Router", lambda: {"gate": nn.Linear(4, 4), "aux_loss": 0.0, "calls": 0}, route)
+"""As a mixture of experts has it: the auxiliary loss is in an attribute."""
 
 
 class Cached(nn.Module):
@@ -324,23 +318,20 @@ class Cached(nn.Module):
         return self.lin(x) + (cache["value"] if isinstance(cache, dict) else cache[0])
 
 
-class Rotary(nn.Module):
-    """As rope of type "dynamic" has it: a number says which frequencies are in the buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trained, self.seen, self.w = 8, 8, nn.Parameter(torch.ones(4))
+def rotate(self: Any, x: Tensor) -> Tensor:
+    n = len(x)
+    if n > self.seen:
+        self.register_buffer("freq", torch.ones(4) / n)
+        self.seen = n
+    elif n < self.trained < self.seen:
         self.register_buffer("freq", torch.ones(4))
+        self.seen = self.trained
+    return x * self.freq * self.w
 
-    def forward(self, x: Tensor) -> Tensor:
-        n = len(x)
-        if n > self.seen:
-            self.register_buffer("freq", torch.ones(4) / n)
-            self.seen = n
-        elif n < self.trained < self.seen:
-            self.register_buffer("freq", torch.ones(4))
-            self.seen = self.trained
-        return x * self.freq * self.w
+
+ROTARY = {"trained": 8, "seen": 8}
+Rotary = module_class("Rotary", lambda: {**ROTARY, "w": nn.Parameter(torch.ones(4)), "freq": nn.Buffer(torch.ones(4))}, rotate)
+"""As rope of type "dynamic" has it: a number says which frequencies are in the buffer."""
 
 
 def build(make: Callable[[], nn.Module], p: P = STRATEGIES["shard"]) -> tuple[nn.Module, fs.PartitionSpec, fs.Params, Tensor]:

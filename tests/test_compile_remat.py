@@ -25,15 +25,10 @@ import funshard as fs
 from funshard import P, Remat, _torch
 
 Step = Callable[..., Any]
-pytestmark = pytest.mark.filterwarnings(f"ignore:{IMPORT}")
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{IMPORT}"), pytest.mark.usefixtures("fresh_dynamo")]
 MM, EXP, SIN, TANH = (getattr(torch.ops.aten, name).default for name in ("mm", "exp", "sin", "tanh"))
 BERNOULLI = torch.ops.aten.bernoulli.p
 units = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: a module's forward is put around its own")
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch._dynamo.reset()
 
 
 def graph_of(step: Step, *args: Any) -> tuple[GraphModule, Any]:
@@ -163,18 +158,29 @@ def test_in_every_transform(transform: str) -> None:
 
 
 # --- what must not change ---
+def change_in_place(x: Tensor) -> Tensor:
+    y = x.sin()
+    y.mul_(x)
+    z = y.exp()
+    y.add_(1)
+    return (z * y).sin()
+
+
+UNCHANGED: dict[str, tuple[Step, tuple[Any, ...], list[int], list[int]]] = {  # and how often these run, in both
+    "dropout": (lambda x: F.dropout(x.exp(), 0.5).sin(), (BERNOULLI, EXP), [1, 1], [1, 2]),  # its mask is drawn once
+    "in place": (change_in_place, (EXP,), [1], [2]),
+}
+
+
 @seldom
-def test_random_numbers_are_kept() -> None:
-    """Dropout's mask is drawn once; what is made of it, twice."""
-
-    def loss(x: Tensor) -> Tensor:
-        return F.dropout(x.exp(), 0.5).sin()
-
+@pytest.mark.parametrize("what", UNCHANGED)
+def test_what_must_not_change(what: str) -> None:
+    """Random numbers, and what is changed in place."""
+    loss, ops, once, again = UNCHANGED[what]
     plain, expected = graph_of(torch.func.grad(lambda x: loss(x).sum()), X)
     graph, got = graph_of(torch.func.grad(lambda x: fs.remat(loss)(x).sum()), X)
     equal(got, expected)
-    assert count(plain, BERNOULLI, EXP) == [1, 1]
-    assert count(graph, BERNOULLI, EXP) == [1, 2]
+    assert (count(plain, *ops), count(graph, *ops)) == (once, again)
 
 
 @seldom
@@ -198,20 +204,6 @@ def test_buffers_are_written_once() -> None:
     got = fs.compile(step, donate_argnums=(0, 1, 2), backend="aot_eager")(*given)
     equal(got, expected)
     assert all(a is b for a, b in zip(got, given, strict=True))
-
-
-@seldom
-def test_changed_in_place() -> None:
-    def loss(x: Tensor) -> Tensor:
-        y = x.sin()
-        y.mul_(x)
-        z = y.exp()
-        y.add_(1)
-        return (z * y).sin()
-
-    graph, got = graph_of(torch.func.grad(lambda x: fs.remat(loss)(x).sum()), X)
-    equal(got, graph_of(torch.func.grad(lambda x: loss(x).sum()), X)[1])
-    assert count(graph, EXP) == [2]
 
 
 # --- a model of blocks: bytes, gathers, ranks ---

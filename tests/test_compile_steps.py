@@ -30,11 +30,7 @@ import funshard as fs
 from funshard import P
 from funshard._compiled.step import compile
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def direction(params: fs.Params) -> fs.Params:
@@ -288,8 +284,6 @@ def inlined(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return original(self)
 
     monkeypatch.setattr(InliningInstructionTranslator, "inline_call_", inline_call_)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     return found
 
 

@@ -409,20 +409,14 @@ def test_a_compiled_module_that_is_no_unit() -> None:
 
 
 # --- arguments ---
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: P(compile="inductor"), "P: compile: expected True, False or a Compile, got 'inductor'"),
-        (lambda: Compile(backend=3), "Compile: backend: expected a name or a function, got 3"),
-        (lambda: Compile(mode=1), "Compile: mode"),
-        (lambda: Compile(dynamic="yes"), "Compile: dynamic"),
-        (lambda: Compile(fullgraph=None), "Compile: fullgraph"),
-        (lambda: Compile(options=[1]), "Compile: options"),
-        (lambda: Compile(mode="default", options={"a": 1}), "expected a mode or options"),
-    ],
-)
-def test_bad_options(make: Callable[[], object], words: str) -> None:
-    refused((TypeError, ValueError), words, lambda: make())
+def test_bad_options() -> None:
+    """By name, when they are made."""
+    wrong = TypeError, ValueError
+    refused(wrong, "P: compile: expected True, False or a Compile, got 'inductor'", lambda: P(compile="inductor"))
+    refused(wrong, "Compile: backend: expected a name or a function, got 3", lambda: Compile(backend=3))
+    for options in ({"mode": 1}, {"dynamic": "yes"}, {"fullgraph": None}, {"options": [1]}):
+        refused(wrong, f"Compile: {next(iter(options))}", lambda options=options: Compile(**options))
+    refused(wrong, "expected a mode or options", lambda: Compile(mode="default", options={"a": 1}))
 
 
 def test_units_inside_of_a_compiled_one() -> None:
@@ -444,17 +438,17 @@ def test_a_graph_break_with_fullgraph_is_an_error() -> None:
         leaf_step(Breaks, Compile(backend="aot_eager", fullgraph=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"backend": "nope"}, r"module '1': Compile: backend: expected one of .*'aot_eager'.*, got 'nope'"),
-        ({"mode": "nope"}, r"module '1': Compile: mode: expected one of .*'max-autotune'.*, got 'nope'"),
-        ({"options": {"fallback_randm": True}}, r"module '1': Compile: options: expected one of 'fallback_random'.*, got"),
-        ({"options": {"joint_custom_pre_pass": None}}, r"options: expected no 'joint_custom_pre_pass', which is where passes"),
-    ],
-)
-def test_a_name_that_torch_does_not_know(options: dict[str, Any], words: str) -> None:
-    refused(ValueError, words, lambda: leaf_step(Leaf, Compile(**options)))
+UNKNOWN = {
+    r"module '1': Compile: backend: expected one of .*'aot_eager'.*, got 'nope'": {"backend": "nope"},
+    r"module '1': Compile: mode: expected one of .*'max-autotune'.*, got 'nope'": {"mode": "nope"},
+    r"module '1': Compile: options: expected one of 'fallback_random'.*, got": {"options": {"fallback_randm": True}},
+    r"options: expected no 'joint_custom_pre_pass', which is where passes": {"options": {"joint_custom_pre_pass": None}},
+}
+
+
+@pytest.mark.parametrize("words", UNKNOWN)
+def test_a_name_that_torch_does_not_know(words: str) -> None:
+    refused(ValueError, words, lambda: leaf_step(Leaf, Compile(**UNKNOWN[words])))
 
 
 def test_an_error_in_what_is_compiled_names_the_module() -> None:

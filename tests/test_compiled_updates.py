@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 import funshard as fs
 from funshard import P, _torch
 
-pytestmark = pytest.mark.filterwarnings(f"ignore:{IMPORT}")
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{IMPORT}"), pytest.mark.usefixtures("fresh_dynamo")]
 Counters = torch._dynamo.utils.counters
 Refused = RuntimeError
 
@@ -36,12 +36,6 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 RATES = (0.05, 0.03, 0.0, 0.07, 0.01, 0.04, 0.06)
 LOW = P("shard", precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32))
 POLICIES = strategies("shard", "keep", "replicated", "remat", precision=LOW)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch._dynamo.reset()
-    Counters.clear()
 
 
 def model_of() -> nn.Module:

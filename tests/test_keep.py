@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from collective_log import Collectives, Sent, world
 from depth import at_most, each, every, mark_seldom, seldom
 from models import module_class, refused
-from parity import GRADIENTS, HIGHER, gradient_of, loss_of, shards_of, strategies
+from parity import DERIVATIVES, GRADIENTS, HIGHER, gradient_of, loss_of, shards_of, strategies
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 
@@ -81,18 +81,19 @@ def full_of(model: nn.Module) -> fs.Params:
     return {name: 1.1 * p.detach() for name, p in model.named_parameters()}  # not those of the model
 
 
+def objective(y: Tensor) -> Tensor:
+    return y.double().sin().square().sum()
+
+
 def plain_loss(model: nn.Module, low: torch.dtype, full: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """The loss without shards: each parameter cast by hand, and the model's input."""
     cast = {k: p if k.endswith("norm.weight") or k.startswith("head.") else p.to(low) for k, p in full.items()}
-    return torch.func.functional_call(model, cast, (x.to(low),)).double().sin().square().sum()
+    return objective(torch.func.functional_call(model, cast, (x.to(low),)))
 
 
-def sharded_loss(model: nn.Module, spec: fs.PartitionSpec, params: Mapping[str, Tensor], x: Tensor, **options: Any) -> Tensor:
-    return fs.functional_call(model, params, (x,), spec=spec, **options).double().sin().square().sum()
-
-
-def vjp(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
-    return lambda params: torch.func.vjp(f, params)[1](torch.ones((), dtype=F64))[0]
+def gradients(model: nn.Module, spec: fs.PartitionSpec, x: Tensor, way: Callable[..., Any] = fs.grad) -> fs.Params:
+    """Those of shards, made whole."""
+    return fs.unshard(way(loss_of(model, spec, x, of=objective))(fs.shard(full_of(model), spec)), spec)
 
 
 def penalty(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
@@ -105,7 +106,7 @@ TRANSFORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "fs.grad": (fs.grad, torch.func.grad),
     "torch.func.grad": (torch.func.grad, torch.func.grad),
     "backward": (GRADIENTS["backward"], torch.func.grad),
-    "vjp": (vjp, torch.func.grad),
+    "vjp": (DERIVATIVES["vjp"], torch.func.grad),
     "hvp": (HIGHER["jvp of grad"], HIGHER["jvp of grad"]),
     "penalty": (penalty, penalty),
 }
@@ -158,9 +159,8 @@ def test_real_ranks(rank: int, strategy: str, kind: str, transform: str) -> None
     model = make_model(tied=kind == "tied")
     ours, theirs = TRANSFORMS[transform]
     spec = units(STRATEGIES[strategy], tree=kind != "whole")(model).on(meshes(kind))
-    full = full_of(model)
-    grads = fs.unshard(ours(lambda p: sharded_loss(model, spec, p, make_batch(rank)))(fs.shard(full, spec)), spec)
-    assert_close(grads, mean_over_ranks(theirs, model, F32, full, dist.get_world_size()))
+    expected = mean_over_ranks(theirs, model, F32, full_of(model), dist.get_world_size())
+    assert_close(gradients(model, spec, make_batch(rank), ours), expected)
 
 
 # --- bit for bit, in two bytes and four ---
@@ -170,10 +170,8 @@ def test_bit_for_bit(rank: int, reshard: bool) -> None:
     """Nothing that is kept is rounded, on its way there and back, and the rest is rounded once."""
     model = make_model(F32)
     spec = units(P("shard", reshard=reshard, precision=LOW))(model).on(meshes())
-    full = full_of(model)
-    grads = fs.grad(lambda p: sharded_loss(model, spec, p, make_batch(rank, F32)))(fs.shard(full, spec))
-    expected = mean_over_ranks(torch.func.grad, model, BF16, full, dist.get_world_size())
-    for name, grad in fs.unshard(grads, spec).items():
+    expected = mean_over_ranks(torch.func.grad, model, BF16, full_of(model), dist.get_world_size())
+    for name, grad in gradients(model, spec, make_batch(rank, F32)).items():
         assert torch.equal(grad, expected[name]), name
 
 
@@ -211,17 +209,12 @@ def test_all_values_arrive(rank: int) -> None:
 @pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("transform", mark_seldom(["torch.func.grad", "hvp", "penalty"], "torch.func.grad", "penalty"))
 def test_simulated_ranks(sizes: dict[str, int], transform: str) -> None:
-    model = make_model(tied=True)
-    spec, full = units(P("shard", precision=KEEP))(model), full_of(model)
-    ranks = torch.Size(sizes.values()).numel()
-    ours, theirs = TRANSFORMS[transform]
-
-    def step(mesh: fs.collectives.Mesh, x: Tensor) -> fs.Params:
-        on = spec.on(mesh)
-        return fs.unshard(ours(lambda p: sharded_loss(model, on, p, x))(fs.shard(full, on)), on)
-
-    grads = fs.testing.spmd(step, sizes)(torch.stack([make_batch(i) for i in range(ranks)]))
-    expected = mean_over_ranks(theirs, model, F32, full, ranks)
+    """The same."""
+    model, ranks, (ours, theirs) = make_model(tied=True), torch.Size(sizes.values()).numel(), TRANSFORMS[transform]
+    spec = units(P("shard", precision=KEEP))(model)
+    run = fs.testing.spmd(lambda mesh, x: gradients(model, spec.on(mesh), x, ours), sizes)
+    grads = run(torch.stack([make_batch(i) for i in range(ranks)]))
+    expected = mean_over_ranks(theirs, model, F32, full_of(model), ranks)
     for rank in range(ranks):
         assert_close({name: grad[rank] for name, grad in grads.items()}, expected)
 
@@ -239,7 +232,7 @@ def test_options_of_a_step(rank: int, name: str) -> None:
     model = make_model(frozen=name == "frozen")
     spec, full = units(P("shard", precision=KEEP))(model).on(meshes()), full_of(model)
     shards, batch = fs.shard(full, spec), make_batch(rank)
-    loss = functools.partial(sharded_loss, model, spec)
+    loss = lambda params, x: loss_of(model, spec, x, of=objective)(params)  # noqa: E731
     expected = mean_over_ranks(torch.func.grad, model, F32, full, 2)
     if name.startswith("accumulate"):
         parts = list(batch.split(2))
@@ -269,8 +262,7 @@ def test_options_of_a_step(rank: int, name: str) -> None:
         second = fs.unshard({key: grad[1] for key, grad in both.items()}, spec)
         assert_close(second, mean_over_ranks(torch.func.grad, model, F32, larger, 2))
     elif name == "per_sample_grads":
-        one = lambda p, x: fs.functional_call(model, p, (x[None],), spec=spec).double().sin().square().sum()  # noqa: E731
-        grads = fs.per_sample_grads(one, shards, (batch,), spec=spec, clip=1e6, reduce=2.0)
+        grads = fs.per_sample_grads(lambda p, x: loss(p, x[None]), shards, (batch,), spec=spec, clip=1e6, reduce=2.0)
     elif name == "torch.compile":
         grads = torch.compile(fs.grad(loss), fullgraph=True, backend="aot_eager")(shards, batch)
     else:

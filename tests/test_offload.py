@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, depth, each, every, mark_seldom, seldom
 from hosted import elsewhere
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import refused, unchanged
 from offloaded import counted, everywhere, moved
@@ -64,6 +64,7 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": lambda x: x.detach() * x**3,
     "no grad": lambda x: x * quiet(x),
     "remat": fs.remat(lambda x: x.tanh().exp()),
+    "unbound": lambda x: torch.stack([y.sin() * y.exp() for y in (x * 2).unbind()]),
 }
 
 
@@ -94,6 +95,7 @@ STEP_LISTS = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.booleans()), 
 
 @settings(max_examples=depth(8, 400))
 @given(STEP_LISTS, st.booleans(), st.sampled_from(sorted(ORDERS)), st.integers(0, 400))
+@example([("unbound", True)], False, "double", 1 << 26)  # rows of a load that has not left, by a backward's backward, too
 def test_values_are_those_of_the_plain_function(steps: list[tuple[str, bool]], whole: bool, order: str, load: int) -> None:
     """Whatever is computed, whichever parts of it are offloaded, in loads of any size, at every order."""
 
@@ -185,15 +187,6 @@ def test_recurrent_layers(cell: type[nn.RNNBase], load: int) -> None:
     equal(grads(moved(module, load=load)), grads(module))
 
 
-def test_views_of_a_storage_that_has_not_left() -> None:
-    """The four rows of the last load are read where they were saved, also by a backward's backward."""
-
-    def f(x: Tensor) -> Tensor:
-        return torch.stack([y.sin() * y.exp() for y in (x * 2).unbind()]).square().sum()
-
-    equal(twice(moved(f), X), twice(f, X))
-
-
 def test_nothing_is_left_behind() -> None:
     """After an exception in forward or in backward, and on another thread; another's hooks and checkpoints keep their own."""
     x = X.clone().requires_grad_()
@@ -221,13 +214,9 @@ def test_nothing_is_left_behind() -> None:
     nothing_left()
     equal(WAYS["backward"](lambda p: moved(torch.sin)(p["x"]).sum())({"x": X})[0]["x"], X.cos())
 
-    results: list[Any] = []
-    step = lambda: results.append(fs.grad(lambda p: moved(lambda x: x.sin().exp(), load=1)(p["x"]).sum())({"x": X}))  # noqa: E731
-    threads = [threading.Thread(target=step) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    step = fs.grad(lambda p: moved(lambda x: x.sin().exp(), load=1)(p["x"]).sum())
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(step, [{"x": X}] * 4))
     equal(results, [{"x": X.sin().exp() * X.cos()}] * 4)
 
     with counted() as copies:
@@ -268,22 +257,17 @@ def test_both_orders_of_remat() -> None:
     equal(inside, torch.autograd.grad(insides(x).sum(), x)[0])
 
 
-def test_a_transform_inside_is_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match=r"offload: what is offloaded uses a torch.func transform.*expected none inside"):
-        moved(lambda x: torch.func.grad(lambda x: x.sin().sum())(x))(X)
+def test_what_is_refused() -> None:
+    """Sizes that are none, a transform inside, and the device of an update, which runs where the shards are."""
+    words = "offload: {}: expected a whole number of bytes, got {}"
+    refused(TypeError, words.format("at_least", 1.5), lambda: fs.offload(torch.sin, at_least=1.5))
+    refused(TypeError, words.format("load", True), lambda: fs.offload(torch.sin, load=True))
+    refused(ValueError, "offload: load: expected at least 0 bytes, got -1", lambda: fs.offload(torch.sin, load=-1))
+    words = r"offload: what is offloaded uses a torch.func transform.*expected none inside"
+    refused(RuntimeError, words, lambda: moved(lambda x: torch.func.grad(lambda x: x.sin().sum())(x))(X))
     nothing_left()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"at_least": 1.5}, TypeError, "offload: at_least: expected a whole number of bytes, got 1.5"),
-        ({"load": True}, TypeError, "offload: load: expected a whole number of bytes, got True"),
-        ({"load": -1}, ValueError, "offload: load: expected at least 0 bytes, got -1"),
-    ],
-)
-def test_wrong_sizes(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    refused(error, message, lambda: fs.offload(torch.sin, **options))
+    words = "from_torch: an update runs where the shards are: expected no device="
+    refused(ValueError, words, lambda: fs.optim.from_torch(torch.optim.SGD, device="cpu", lr=0.1))
 
 
 def test_inside_torch_compile_it_is_the_function() -> None:
@@ -616,12 +600,6 @@ def test_compressed_gradients_are_where_the_shards_are(monkeypatch: pytest.Monke
         grads = {name: p.detach() for name, p in model.named_parameters()}
         shards, _ = compressor.reduce(grads, compressor.init(spec.bound), spec)
     assert {key: x.device.type for key, x in shards.items()} == {"": "cpu", "blocks.0": "meta", "blocks.1": "cpu"}
-
-
-# --- the update ---
-def test_updates_run_where_the_shards_are() -> None:
-    with pytest.raises(ValueError, match="from_torch: an update runs where the shards are: expected no device="):
-        fs.optim.from_torch(torch.optim.SGD, device="cpu", lr=0.1)
 
 
 # --- what is refused ---

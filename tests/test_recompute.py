@@ -100,11 +100,7 @@ def test_state_that_passes_by_other_ways(name: str) -> None:
         assert_close(got, want, **EXACT, msg=lambda m, key=key: f"{key}: {m}")
 
 
-def alone(x: Tensor) -> tuple[Tensor]:
-    return (x,)
-
-
-CODEC = fs.Precision(codec=fs.Codec(alone, torch.clone))
+CODEC = fs.Precision(codec=fs.Codec(lambda x: (x,), torch.clone))
 STRATEGIES = {
     "shard": fs.P("shard", remat=True),
     "kept": fs.P("shard", remat=True, reshard=False),

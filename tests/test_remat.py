@@ -13,6 +13,7 @@ from collective_log import Collectives, gathers, scatters, world
 from depth import at_most, depth, each, every
 from gradient_cases import assert_shards_of_mean, cases, penalty
 from hypothesis import given, settings
+from models import module_class
 from parity import DERIVATIVES, gradient_of, loss_of, shards_of
 from test_memory import Alive, Curved, Held, no_collector
 from torch import Tensor, nn
@@ -360,17 +361,14 @@ def test_how_often_a_module_runs() -> None:
         assert counted_runs(fs.by_type(Curved, p=again), lambda f: f) == 2
 
 
-class Batch(nn.Module):
-    """A unit with statistics, a buffer that it replaces, and dropout."""
+def batch(self: Any, x: Tensor) -> Tensor:
+    self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+    return self.linear(self.drop(self.norm(x)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop, self.linear = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return self.linear(self.drop(self.norm(x)))
+PARTS = {"norm": lambda: nn.BatchNorm1d(4), "drop": lambda: nn.Dropout(0.5), "linear": lambda: nn.Linear(4, 4)}
+Batch = module_class("Batch", lambda: {k: f() for k, f in PARTS.items()} | {"mean": nn.Buffer(torch.zeros(4))}, batch)
+"""A unit with statistics, a buffer that it replaces, and dropout."""
 
 
 def test_buffers_of_recomputed_modules() -> None:
