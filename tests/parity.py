@@ -244,13 +244,16 @@ def square_sum(y: Tensor) -> Tensor:
 
 
 def loss_of(
-    model: nn.Module, spec: fs.PartitionSpec, *args: Any, of: Any = square_sum, frozen: Any = None, **options: Any
+    model: Any, spec: fs.PartitionSpec, *args: Any, of: Any = square_sum, frozen: Any = None, then: Any = None, **options: Any
 ) -> Callable[[fs.Params], Tensor]:
-    """The loss of parameters, those that are trained: what ``of`` makes of the model's result for these arguments."""
+    """The loss of parameters, those that are trained: what ``of`` makes of the model's result; ``then`` is called after it."""
 
     def loss(params: fs.Params) -> Tensor:
         params = fs.combine(params, frozen) if frozen else params
-        return of(fs.functional_call(model, params, args, spec=spec, **options))
+        value = of(fs.functional_call(model, params, args, spec=spec, **options))
+        if then:
+            then()
+        return value
 
     return loss
 

@@ -24,7 +24,7 @@ import soak
 import torch
 import torch.distributed as dist
 from depth import at_most, depth, each, mark_seldom, seldom, some
-from models import function
+from models import function, refused, unchanged
 from parity import WAYS, average_gradients, loss_of, numbers, same, shards_of
 from peer_models import MLP, Net
 from ranks import Pool, launch, real_ranks
@@ -63,7 +63,8 @@ def agrees(rank: int, run: Callable[[Any, Tensor], Any], loss: Callable[[Any, Te
     expected, mean = loss(copy.deepcopy(model)(x), x).detach(), averaged(model, lambda model: loss(model(x), x))
     for spec, way, prefetch in some(product(specs(model), ways or WAYS, AHEAD)):
         f = lambda p: loss(fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch), x)  # noqa: E731
-        grads, value = WAYS[way](f)(fs.shard(model, spec))
+        with unchanged(model):
+            grads, value = WAYS[way](f)(fs.shard(model, spec))
         what = f"{spec.units[1].p} {way} prefetch={prefetch}"
         assert_close(value, expected, msg=lambda m: f"{what}: {m}")
         same(grads, fs.shard(mean, spec), what)
@@ -99,14 +100,6 @@ def with_stash(model: Net, x: Tensor) -> Tensor:
             x = x + x @ model.stashed[0].t() @ model.stashed[0]
         model.stashed = [block.in_proj.weight]  # in a list: a Parameter by itself would become the plain model's
     return model.head(x)
-
-
-def stash(rank: int) -> None:
-    agrees(rank, with_stash, mean_square)
-    model = Hooked(with_stash)
-    spec, params = shards_of(fs.by_type(MLP), model)
-    fs.functional_call(model, params, (numbers(rank, 0),), spec=spec)
-    assert not hasattr(model, "stashed")
 
 
 def again_later(model: Net, x: Tensor) -> Tensor:
@@ -231,17 +224,11 @@ def failing(rank: int) -> None:
         assert kept.value.args == (at,)
 
 
-def streaming(model: Net, x: Tensor) -> Iterator[Tensor]:
-    for block in model.blocks:
-        x = block(x)
-        yield x
-
-
 def generator(rank: int) -> None:
-    model, x = Hooked(streaming), numbers(rank, 0)
+    model, x = Hooked(lambda model, x: (block(x) for block in model.blocks)), numbers(rank, 0)
     for spec in specs(model):
-        with pytest.raises(TypeError, match="expected results, got a generator"):
-            fs.functional_call(model, fs.shard(model, spec), (x,), spec=spec)
+        call = loss_of(model, spec, x)
+        refused(TypeError, "expected results, got a generator", lambda: call(fs.shard(model, spec)))
 
 
 def outputs_and_parameters(out: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -252,7 +239,8 @@ CASES: dict[str, Callable[[int], None]] = {
     "outputs": lambda rank: agrees(rank, with_parameters, outputs_and_parameters),
     "closure": lambda rank: agrees(rank, with_closure, lambda after, x: mean_square(after(x))),
     "used again": lambda rank: agrees(rank, again_later, mean_square),
-    **{f.__name__: f for f in (stash, gradients_are_the_callers, input_gradient_in_the_loss, failing, generator)},
+    "stash": lambda rank: agrees(rank, with_stash, mean_square),
+    **{f.__name__: f for f in (gradients_are_the_callers, input_gradient_in_the_loss, failing, generator)},
 }
 
 
@@ -293,14 +281,9 @@ def test_what_is_held_stays_what_it_was(rank: int, how: str) -> None:
 
     for spec, way, prefetch in some(product(specs(model), PLAIN, AHEAD)):
         params = fs.shard(model, spec)
-
-        def loss(p: dict[str, Tensor]) -> Tensor:
-            y = fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch)
-            if how not in ONCE:
-                check(f"between forward and backward: {spec.units[1].p} {way} {prefetch}")
-            return y.pow(2).mean()
-
-        WAYS[way](loss)(params)
+        between = functools.partial(check, f"between forward and backward: {spec.units[1].p} {way} {prefetch}")
+        then = between if how not in ONCE else None
+        WAYS[way](loss_of(model, spec, x, of=mean_square, then=then, prefetch=prefetch))(params)
         if how not in ONCE:
             check(f"after backward: {spec.units[1].p} {way} {prefetch}")
         fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch)

@@ -282,12 +282,8 @@ def test_one_gather_and_one_reduction_of_a_unit(size: int, axes: tuple[str, ...]
         mesh, p = mesh_of(size) if len(axes) == 1 else mesh_of(2, size), P("shard", precision=precision)
         (spec, params), sent = shards_of(fs.by_type(Block, p=p), net, mesh), Collectives()
 
-        def turn(out: Tensor) -> Tensor:
-            sent.turn()
-            return out.float().sum()
-
         with sent:
-            fs.grad(loss_of(net, spec, torch.ones(2, 40), of=turn))(params)
+            fs.grad(loss_of(net, spec, torch.ones(2, 40), of=lambda out: out.float().sum(), then=sent.turn))(params)
         planned = {(one.axis, one.op): (one.count, one.input_bytes) for one in fs.plan(spec).traffic}
     if size == 1:
         assert [one.op for one in sent.all] == (["all_reduce"] * bool(len(axes) == 2))

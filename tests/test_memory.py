@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
 from models import module_class, refused
-from parity import WAYS, loss_of, numbers, shards_of, strategies
+from parity import WAYS, leaves_of, loss_of, numbers, shards_of, strategies
 from peer_models import Net, chain
 from ranks import mesh_of
 from torch import Tensor, nn
@@ -121,12 +121,11 @@ def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, **options: int) 
     at_turn: list[int] = []
     with no_collector(), Alive() as alive:
 
-        def turn(y: Tensor) -> Tensor:
+        def turn() -> None:
             at_turn.extend([*alive.now(), alive.peak])
             alive.peak = sum(alive.now())
-            return y.sum()
 
-        WAYS[way](loss_of(model, spec, numbers(0, 0), of=turn, **options))(fs.shard(model, spec))
+        WAYS[way](loss_of(model, spec, numbers(0, 0), then=turn, **options))(fs.shard(model, spec))
     return alive, at_turn[:-1], at_turn[-1], alive.peak
 
 
@@ -159,18 +158,13 @@ Curved = module_class(
 )
 
 
-def leaves_of(policy: fs.Policy, model: nn.Module, trained: bool = True) -> tuple[fs.PartitionSpec, fs.Params]:
-    spec, params = shards_of(policy, model)
-    return spec, {key: p.requires_grad_(trained) for key, p in params.items()}
-
-
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_a_double_backward_holds_no_more(blocks: int) -> None:
     """In both backwards three units at most, however many there are: the second goes over them forth and back."""
     with world(4):
         model = nn.Sequential(*[Curved(5) for _ in range(blocks)])
-        spec, params = leaves_of(fs.by_path({"*": fs.P("shard")}), model)
-        unit = spec.padded_numel(spec.by_key["0"])
+        spec, params = shards_of(fs.by_path({"*": fs.P("shard")}), model)
+        unit, params = spec.padded_numel(spec.by_key["0"]), leaves_of(params)
         with no_collector(), Alive() as alive:
             value = loss_of(model, spec, numbers(0, 0))(params)
             grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
@@ -205,8 +199,8 @@ def test_a_gradient_of_the_input_alone_holds_no_more(prefetch: int, trained: boo
     """Where no gradient of a unit tells that it has been used: it goes with the last op that saved it."""
     with world(4):
         model = chain(blocks=6)
-        spec, params = leaves_of(fs.by_path({"*": fs.P("shard")}), model, trained)
-        x = numbers(0, 0).requires_grad_()
+        spec, params = shards_of(fs.by_path({"*": fs.P("shard")}), model)
+        params, x = leaves_of(params) if trained else params, numbers(0, 0).requires_grad_()
         with no_collector(), Alive() as alive:
             y = fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch).sum()
             alive.peak = 0
@@ -362,13 +356,12 @@ def step(frozen: set[str], p: P, way: str, how: str, prefetch: int = 1) -> tuple
     sent, ran, kept, forward = Collectives(), Kernels(), list[int](), Counter[str]()
     made.clear()
 
-    def loss(params: fs.Params) -> Tensor:
-        y = fs.functional_call(model, fs.combine(params, rest), torch.ones(3, 8), spec=spec, prefetch=prefetch)
+    def turn() -> None:
         sent.turn()
         forward.update(ran.ops)
         kept[:] = [i for i, ref in enumerate(made[:UNITS]) if not ref.expired()]
-        return y.sum()
 
+    loss = loss_of(model, spec, torch.ones(3, 8), of=torch.sum, frozen=rest, then=turn, prefetch=prefetch)
     with no_collector(), sent, ran:  # nothing is to wait for that
         grads, _ = WAYS[way](loss)(trained)
     return Step(sent, sum(ran.ops[op] - forward[op] for op in ("mm", "addmm")), kept, grads), spec

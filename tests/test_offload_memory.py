@@ -75,16 +75,13 @@ def step_of_activations(blocks: int, way: str, p: P) -> Where:
     model, x = narrow_blocks(blocks), of_rows()  # which is the caller's, and not counted
     spec = fs.by_type(Block, p=p)(model).bound
     params = fs.shard(model, spec, rank=0)
-    call = loss_of(model, spec, x, of=torch.sum)
     with everywhere(1 << 20), Where(ACTIVATION, x) as where:
 
-        def loss(params: fs.Params) -> Tensor:
-            y = call(params)
+        def turn() -> None:
             where.turn = where.now("meta"), where.now("cpu"), dict(where.peak)
             where.peak["meta"] = where.now("meta")
-            return y
 
-        WAYS[way](loss)(params)
+        WAYS[way](loss_of(model, spec, x, of=torch.sum, then=turn))(params)
         where.end = where.now("meta"), where.now("cpu")
     return where
 
@@ -179,12 +176,11 @@ def step_of_params(blocks: int, p: P, way: str, prefetch: int = 1, some: int | N
             where.see(shard)
         marks["rest device"], marks["rest host"] = where.now("meta"), where.now("cpu")
 
-        def turn(y: Tensor) -> Tensor:
+        def turn() -> None:
             marks["forward"], marks["between"] = where.peak["meta"], where.now("meta")
             where.peak["meta"] = where.now("meta")
-            return y.sum()
 
-        grads, _ = WAYS[way](loss_of(model, spec, x, of=turn, prefetch=prefetch))(shards)
+        grads, _ = WAYS[way](loss_of(model, spec, x, of=torch.sum, then=turn, prefetch=prefetch))(shards)
         assert {key: g.device.type for key, g in grads.items()} == {key: x.device.type for key, x in shards.items()}
         marks["backward"], marks["end"], marks["host"] = where.peak["meta"], where.now("meta"), where.now("cpu")
     return where, marks

@@ -100,23 +100,6 @@ def test_random_numbers_are_those_of_the_first_run(randomness: str) -> None:
     assert torch.equal(got[0][0], got[0][1]) == (randomness == "same")
 
 
-def test_autocast_is_that_of_the_first_run() -> None:
-    """Backward outside of autocast runs the function inside of it."""
-
-    class Seen:  # a list of its own would be put back for each run
-        dtypes: tuple[torch.dtype, ...] = ()
-
-    def product(w: Tensor, x: Tensor) -> Tensor:
-        Seen.dtypes += ((x @ w).dtype,)
-        return x @ w
-
-    w = W.float().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = fs.remat(product)(w, X.float())
-    out.float().sum().backward()
-    assert Seen.dtypes == (torch.bfloat16, torch.bfloat16)
-
-
 @contextlib.contextmanager
 def changed(change: Callable[..., None], to: Any, back: Any, **options: bool) -> Iterator[None]:
     """A default of torch's, within this."""
@@ -149,12 +132,13 @@ DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "device": lambda: torch.device("meta"),
     "deterministic": lambda: changed(torch.use_deterministic_algorithms, True, False, warn_only=True),
     "function mode": Doubles,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
 }
 
 
 @every(around=["forward", "backward", "both"], name=DEFAULTS)
 def test_defaults_are_those_of_the_first_run(name: str, around: str) -> None:
-    """A default dtype, a default device, deterministic mode or a TorchFunctionMode around forward, backward or both."""
+    """A default dtype or device, deterministic mode, autocast or a TorchFunctionMode around forward, backward or both."""
 
     def inside(*places: str) -> contextlib.AbstractContextManager[Any]:
         return DEFAULTS[name]() if around in places else contextlib.nullcontext()
@@ -238,12 +222,9 @@ def rematerialized(policy: fs.Policy, *, every: bool) -> fs.Policy:
 
     def chosen(model: Any) -> fs.PartitionSpec:
         spec = policy(model)
-        paths = {p: dict(spec.selected)[p] for p in dict(spec.selected)} or {"": spec.root}
-        again = {
-            path: fs.P(p.axis, remat=True, reshard=p.reshard, align=p.align)
-            for i, (path, p) in enumerate(paths.items())
-            if every or i % 2
-        }
+        paths = [*(dict(spec.selected) or {"": spec.root}).items()]
+        some = paths if every else paths[1::2]
+        again = {path: fs.P(p.axis, remat=True, reshard=p.reshard, align=p.align) for path, p in some}
         return fs.policies.override(policy, fs.by_path(again, p=spec.root))(model) if again else spec
 
     return chosen

@@ -326,21 +326,19 @@ def test_what_is_saved_and_changed_is_computed_again() -> None:
 
         return f
 
-    for save in ({"h"}, {aten.mm.default}):
-        for write in (
-            lambda h: h.relu_(),
-            lambda h: h.detach().zero_(),
-            lambda h: h.data.zero_(),
-            lambda h: torch.sin(h.detach(), out=h.detach()),
-        ):
-            for way in WAYS.values():
-                equal(way(fs.remat(changes(write), save=save))(W), way(changes(write))(W))
+    writes = (
+        torch.relu_,
+        lambda h: h.detach().zero_(),
+        lambda h: h.data.zero_(),
+        lambda h: torch.sin(h.detach(), out=h.detach()),
+    )
+    for save, write, way in itertools.product((None, {"h"}, {aten.mm.default}), writes, WAYS.values()):
+        equal(way(fs.remat(changes(write), save=save))(W), way(changes(write))(W))
     w = W.clone().requires_grad_()
     out = fs.remat(lambda w: w @ w, save={aten.mm.default})(w)
     with torch.no_grad():
         out.mul_(2)
     equal(torch.autograd.grad(out.sum(), w)[0], plain_grad(lambda w: (w @ w).sum())(W))
-    equal(torch.func.grad(fs.remat(changes(torch.relu_)))(W), torch.func.grad(changes(torch.relu_))(W))
 
 
 VIEWED: dict[str, Callable[[Tensor], Tensor]] = {

@@ -137,14 +137,10 @@ Mode = TypeVar("Mode", bound=OfUnits)
 
 def step_in(mode: Mode, model: nn.Module, spec: fs.PartitionSpec, way: str, **options: int) -> Mode:
     """The mode after one step within."""
-
-    def turned(y: Any) -> Tensor:
-        mode.turn()
-        return (y if isinstance(y, Tensor) else y[0]).sum()
-
     params = fs.shard(model, spec)
+    first = lambda y: (y if isinstance(y, Tensor) else y[0]).sum()  # noqa: E731
     with mode:
-        WAYS[way](loss_of(model, spec, numbers(0, 0), of=turned, **options))(params)
+        WAYS[way](loss_of(model, spec, numbers(0, 0), of=first, then=mode.turn, **options))(params)
     return mode
 
 
@@ -408,16 +404,11 @@ def test_trace_order_names_what_forward_gathers(where: str) -> None:
     model = WithBuffers().to(where)
     x = torch.randn(4, 5, device=where)
     spec = fs.policies.always()(model)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    attributes = {module: dict(vars(module)) for module in model.modules()}
-    with unchanged(model) if where == "cpu" else contextlib.nullcontext(), Collectives() as sent:
+    with unchanged(model), Collectives() as sent:
         assert fs.trace_order(model, spec, (x,)) == fs.trace_order(model, spec, x) == ("early", "norm", "late")
         assert fs.trace_order(model, spec, x, {"twice": True}, method="other") == ("early", "late", "early")
         assert fs.trace_order(model, spec, x, {"twice": False}, method="other") == ("early",)
     assert sent.all == []
-    assert all(vars(module) == attributes[module] for module in model.modules())
-    if where == "cpu":
-        assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
 
 
 def test_trace_order_depends_on_neither_mesh_nor_order() -> None:
@@ -478,10 +469,11 @@ NO_COUNTS = product(("prefetch", "in_flight"), (1.5, True, None, "1"))
 @pytest.mark.parametrize(("option", "value"), [("prefetch", -1), ("in_flight", 0), ("in_flight", -2), *NO_COUNTS])
 def test_options_are_checked(option: str, value: Any) -> None:
     """By name, before anything is sent."""
-    with units_of(Blocks()) as spec, Collectives() as sent:
-        call = loss_of(Blocks(), spec, numbers(0, 0), **{option: value})
+    with units_of(Blocks()) as spec:
+        params, call = fs.shard(Blocks(), spec), loss_of(Blocks(), spec, numbers(0, 0), **{option: value})
         error = ValueError if type(value) is int else TypeError
-        refused(error, f"^{option}: expected .* got {value!r}", lambda: call(fs.shard(Blocks(), spec)))
+        with Collectives() as sent:
+            refused(error, f"^{option}: expected .* got {value!r}", lambda: call(params))
         assert sent.all == []
 
 

@@ -12,11 +12,11 @@ import os
 import pickle
 import subprocess
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from collective_log import world
 from depth import at_most, mark_seldom, seldom
 from models import function, refused
 from ranks import real_ranks
-from test_memory import no_collector
+from test_memory import Held, no_collector
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch._dynamo.testing import CompileCounter
@@ -556,13 +556,7 @@ def test_alone() -> None:
     x = torch.empty(6)
     assert _torch.is_sole_holder(x)
     w = torch.ones(6, requires_grad=True)
-    for hold in (
-        lambda: x[2:],
-        lambda: x.detach(),
-        lambda: x.untyped_storage(),
-        lambda: x.numpy(),
-        lambda: (w * x[:6]).sum(),  # a saved tensor
-    ):
+    for hold in (lambda: x[2:], x.detach, x.untyped_storage, x.numpy, lambda: (w * x[:6]).sum()):  # which saves a tensor
         held = hold()
         assert not _torch.is_sole_holder(x)
         del held
@@ -620,12 +614,12 @@ def test_saved_outputs_hold_no_graph(name: str) -> None:
     """What `kept` keeps frees everything without the collector, and gives the gradients of plain autograd."""
     x = torch.rand(4, 4, requires_grad=True)
     (expected,) = torch.autograd.grad(SAVES[name](x).sum(), x)
-    saved: list[weakref.ref[Any]] = []
+    saved = Held()
 
     def pack(tensor: Tensor) -> Tensor:
         what = _torch.unpack_versioned(_torch.pack_versioned(tensor, _torch.unwrap(tensor)))
         if tensor.untyped_storage()._cdata != x.untyped_storage()._cdata and not isinstance(tensor, nn.Parameter):
-            saved.append(weakref.ref(what.untyped_storage()))
+            saved(what)
         return what
 
     with no_collector():
@@ -634,7 +628,7 @@ def test_saved_outputs_hold_no_graph(name: str) -> None:
         (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
         torch.testing.assert_close(grad, expected)
         y = grad = None
-        assert [ref for ref in saved if ref() is not None] == []
+        assert saved.alive() == 0
 
 
 def test_functions_keep_their_signature() -> None:
@@ -909,13 +903,8 @@ def test_operators_that_make_results() -> None:
 
 def test_copies_on_write() -> None:
     """A copy on write sees every kind of write, by ``.data`` and NumPy too, and none of an ordinary read."""
-    writes: list[Callable[[Tensor], object]] = [
-        lambda x: x.data.clamp_(0, 0),
-        lambda x: x.detach().numpy().fill(0),
-        lambda x: x[:1].zero_(),
-        lambda x: torch.add(x, 1, out=x.view(-1)),
-    ]
-    for write in writes:
+    in_place = [lambda x: x.data.clamp_(0, 0), lambda x: x.detach().numpy().fill(0), lambda x: x[:1].zero_()]
+    for write in (*in_place, lambda x: torch.add(x, 1, out=x.view(-1))):
         x = torch.tensor([1.0, 2.0])
         copy = _torch.lazy_clone(x)
         assert _torch.shares_memory(x, copy)
@@ -1027,7 +1016,7 @@ def test_operators_that_were_taken_apart() -> None:
     assert seen["aten.sigmoid.default" if "aten.sigmoid.default" in seen else "aten.neg.default"] is torch.ops.aten.silu.default
 
 
-def test_a_forbidden_tensor() -> None:
+def test_a_forbidden_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """In any mode it answers questions, and computes nothing until it is allowed again."""
 
     def check(x: Tensor) -> Tensor:
@@ -1036,41 +1025,29 @@ def test_a_forbidden_tensor() -> None:
         assert tensor.shape == tensor.size() == (2,)
         assert len(tensor) == 2
         assert {tensor: 1}[tensor] == 1
-        for use in (
-            lambda s: s + 1,
-            lambda s: torch.ones(2) @ s,
-            lambda s: torch.cat([torch.ones(2), s]),
-            lambda s: torch.nn.functional.linear(torch.ones(1, 2), weight=s[None]),
-            lambda s: s.data,
-            lambda s: torch.ops.aten.neg(s),
-        ):
+        joins = [lambda s: torch.cat([torch.ones(2), s]), lambda s: F.linear(torch.ones(1, 2), weight=s[None])]
+        for use in (*joins, lambda s: s + 1, lambda s: torch.ones(2) @ s, lambda s: s.data, torch.ops.aten.neg):
             refused(RuntimeError, "the message", lambda: use(tensor))
         allow()
         assert tensor.sum() == 2
         return x.sum()
 
-    explain: Callable[[Tensor], str] = lambda _: "the message"  # noqa: E731
-    _torch.ForbiddenTensor.explain.append(explain)
-    try:
-        check(torch.ones(2))
-        torch.func.grad(check)(torch.ones(2))
-        torch.func.vmap(check)(torch.ones(3, 2))
-        weight = nn.Parameter(torch.ones(2))
-        allow = _torch.forbid([weight])
-        assert isinstance(weight, nn.Parameter)
-        refused(RuntimeError, "the message", lambda: weight * 2)
-        allow()
-        assert type(weight) is nn.Parameter
-        (weight * 2).sum().backward()
-    finally:
-        _torch.ForbiddenTensor.explain.remove(explain)
+    monkeypatch.setattr(_torch.ForbiddenTensor, "explain", [lambda _: "the message"])
+    check(torch.ones(2))
+    torch.func.grad(check)(torch.ones(2))
+    torch.func.vmap(check)(torch.ones(3, 2))
+    weight = nn.Parameter(torch.ones(2))
+    allow = _torch.forbid([weight])
+    assert isinstance(weight, nn.Parameter)
+    refused(RuntimeError, "the message", lambda: weight * 2)
+    allow()
+    assert type(weight) is nn.Parameter
+    (weight * 2).sum().backward()
 
 
 LATE = """
-import os
-import sys
+import os, sys
 from pathlib import Path
-import torch
 import torch.distributed as dist
 
 if sys.argv[1] == "funshard":
@@ -1115,12 +1092,7 @@ def test_compiler_files_are_on_the_stack() -> None:
     seen: list[bool] = []
 
     def look() -> None:
-        frame: FrameType | None = sys._getframe()
-        names = []
-        while frame is not None:
-            names.append(frame.f_code.co_filename)
-            frame = frame.f_back
-        seen.append(any(map(_torch.is_compiler_file, names)))
+        seen.append(any(_torch.is_compiler_file(frame.f_code.co_filename) for frame, _ in traceback.walk_stack(None)))
 
     def backend(graph: Any, inputs: Any) -> Any:
         look()
