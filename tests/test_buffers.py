@@ -263,6 +263,11 @@ def test_evaluation_without_the_statistics_of_training_is_said_once() -> None:
         fs.functional_call(model, params, (x,), spec=spec)
     assert [warning.filename for warning in caught] == [__file__]
     fs.functional_call(model, params, (x,), spec=spec)
+    model = pretrained()
+    model[1] = with_batch_norm()[1]  # a new head, whose statistics are named alone
+    words = r"own '1\.1\.running_mean', '1\.1\.running_var': they are those of a new model"
+    with pytest.warns(fs._call.buffers.BufferWarning, match=words):
+        gradient_of(fs.by_type(Block), model.eval(), x)
 
 
 def test_evaluation_with_statistics_that_are_meant_is_not_warned_of() -> None:
@@ -277,15 +282,6 @@ def test_evaluation_with_statistics_that_are_meant_is_not_warned_of() -> None:
     model = pretrained()
     model[0].eval()
     fs.functional_call(model, params, (x,), spec=spec, buffers={n: b.clone() for n, b in model[1].named_buffers(prefix="1")})
-
-
-def test_stale_statistics_of_few_layers_are_named_alone() -> None:
-    """A new head on a pretrained body."""
-    model = pretrained()
-    model[1] = with_batch_norm()[1]
-    words = r"own '1\.1\.running_mean', '1\.1\.running_var': they are those of a new model"
-    with pytest.warns(fs._call.buffers.BufferWarning, match=words):
-        gradient_of(fs.by_type(Block), model.eval(), torch.randn(4, 3))
 
 
 # --- attributes (LAWS R10): put back, returned where asked for, or an error that names them ---

@@ -523,14 +523,10 @@ def test_donated_values_move() -> None:
     a, b = torch.tensor([1.0]), torch.tensor([2.0])
     compile(lambda tree: {"a": tree["b"], "b": tree["a"]}, donate_argnums=0, backend="aot_eager")({"a": a, "b": b})
     assert (a.item(), b.item()) == (2, 1)
-
-
-def test_donated_results_are_taken_in_order() -> None:
-    """Of results that fit more than one donated argument, the first goes with the first."""
-    a, b = torch.tensor([1.0]), torch.tensor([2.0])
-    loss, first, second = compile(lambda a, b: (a.sum(), a + 10, b + 10), donate_argnums=(1, 0), backend="aot_eager")(a, b)
-    assert (first is b, second is a) == (True, True)
-    assert (loss, a.item(), b.item()) == (1, 12, 11)
+    # of results that fit more than one donated argument, the first goes with the first
+    loss, first, second = compile(lambda a, b: (a.sum(), a + 10, b + 10), donate_argnums=(1, 0), backend="aot_eager")(b, a)
+    assert (first is a, second is b) == (True, True)
+    assert (loss, b.item(), a.item()) == (1, 12, 11)
 
 
 def double(x: Tensor) -> Tensor:
@@ -565,6 +561,9 @@ def test_donated_views_that_overlap() -> None:
 def test_options_and_backends_that_cannot_be() -> None:
     words = "backend: expected 'inductor', 'aot_eager' or a function, got 'eager'"
     refused(ValueError, words, lambda: compile(double, backend="eager"))
+    words = "expected prefetch of at least 0 and in_flight of at least 1, got "
+    for options in ({"prefetch": -1}, {"in_flight": 0}):
+        refused(ValueError, words, lambda options=options: compile(lambda: None, backend="aot_eager", **options))
     for name in ("joint_custom_pre_pass", "post_grad_custom_post_pass"):
         refused(ValueError, f"options: expected no '{name}'", lambda: compile(double, options={name: None}))
 

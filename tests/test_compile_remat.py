@@ -82,17 +82,12 @@ def gradient(f: Step) -> Step:
     return lambda w, x: torch.func.grad(lambda w, x: f(w, x).sum(), (0, 1))(w, x)
 
 
-@functools.cache
-def plain_graph() -> tuple[GraphModule, Any]:
-    return graph_of(gradient(curve), W, X)
-
-
 @at_most(1)
 @pytest.mark.parametrize("save", SAVES)
 def test_what_is_not_kept_is_computed_twice(save: str) -> None:
     """And what save= keeps once, by all of its kinds; the result of the last operator, which nobody reads again, once too."""
     keep, counts = SAVES[save]
-    plain, expected = plain_graph()
+    plain, expected = graph_of(gradient(curve), W, X)
     graph, got = graph_of(gradient(fs.remat(curve, save=keep)), W, X)
     assert count(plain, MM, EXP, SIN) == [1 + 2, 1, 2]
     assert count(graph, MM, EXP, SIN) == counts

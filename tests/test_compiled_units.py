@@ -433,27 +433,24 @@ def test_units_inside_of_a_compiled_one() -> None:
         refused(ValueError, words, lambda policy=policy: gradient_of(policy, net, batch(), mesh=ALONE))
 
 
-def test_a_graph_break_with_fullgraph_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"module '1' with Compile\(fullgraph=True\) has a graph break \(.*graph_break"):
-        leaf_step(Breaks, Compile(backend="aot_eager", fullgraph=True))
-
-
-UNKNOWN = {
-    r"module '1': Compile: backend: expected one of .*'aot_eager'.*, got 'nope'": {"backend": "nope"},
-    r"module '1': Compile: mode: expected one of .*'max-autotune'.*, got 'nope'": {"mode": "nope"},
-    r"module '1': Compile: options: expected one of 'fallback_random'.*, got": {"options": {"fallback_randm": True}},
-    r"options: expected no 'joint_custom_pre_pass', which is where passes": {"options": {"joint_custom_pre_pass": None}},
+OWN_PASS, MISSPELT = {"joint_custom_pre_pass": None}, {"fallback_randm": True}
+EAGER, WHOLE = {"backend": "aot_eager"}, {"backend": "aot_eager", "fullgraph": True}
+MISFITS = leaf("Misfits", lambda self, x: self.l(x) @ x)
+WRONG: dict[str, tuple[type[Exception], type[nn.Module], dict[str, Any]]] = {
+    r"module '1': Compile: backend: expected one of .*'aot_eager'.*, got 'nope'": (ValueError, Leaf, {"backend": "nope"}),
+    r"module '1': Compile: mode: expected one of .*'max-autotune'.*, got 'nope'": (ValueError, Leaf, {"mode": "nope"}),
+    r"module '1': Compile: options: expected one of 'fallback_random'.*, got": (ValueError, Leaf, {"options": MISSPELT}),
+    r"options: expected no 'joint_custom_pre_pass', which is where passes": (ValueError, Leaf, {"options": OWN_PASS}),
+    r"module '1' with Compile\(fullgraph=True\) has a graph break \(.*graph_break": (RuntimeError, Breaks, WHOLE),
+    r"module '1' with P\(compile=True\) does not compile: .*same reduction dim.*; expected": (RuntimeError, MISFITS, EAGER),
 }
 
 
-@pytest.mark.parametrize("words", UNKNOWN)
-def test_a_name_that_torch_does_not_know(words: str) -> None:
-    refused(ValueError, words, lambda: leaf_step(Leaf, Compile(**UNKNOWN[words])))
-
-
-def test_an_error_in_what_is_compiled_names_the_module() -> None:
-    words = r"module '1' with P\(compile=True\) does not compile: .*same reduction dim.*; expected"
-    refused(RuntimeError, words, lambda: leaf_step(leaf("Misfits", lambda self, x: self.l(x) @ x), AOT))
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_compiled_is_refused_by_name(words: str) -> None:
+    """Names that torch does not know, a graph break that may not be, and an error in what is compiled."""
+    error, kind, options = WRONG[words]
+    refused(error, words, lambda: leaf_step(kind, Compile(**options)))
 
 
 def second_derivatives_are_refused(rank: int, alone: bool) -> None:
@@ -665,16 +662,13 @@ def test_a_compiled_step_in_a_compiled_function(inside: bool, outer: str) -> Non
     torch.testing.assert_close((got, given), ({"a": torch.tensor([1.0, 2.0])},) * 2)
 
 
-def test_a_compiled_step_in_a_transform_is_refused() -> None:
+def test_a_compiled_step_that_is_differentiated_is_refused() -> None:
+    """In a transform, or in a loss: the step runs under no_grad, and gradients through it were 0."""
     square = fs.compile(lambda x: (x * x).sum(), backend="aot_eager")
+    words = r"the compiled step is called inside of a torch.func transform, .* expected"
     for transform in (torch.func.grad(square), torch.vmap(square), lambda x: torch.func.jvp(square, (x,), (x,))):
-        with pytest.raises(RuntimeError, match=r"the compiled step is called inside of a torch.func transform, .* expected"):
-            transform(torch.ones(2, 3))
+        refused(RuntimeError, words, lambda transform=transform: transform(torch.ones(2, 3)))
     assert fs.grad(lambda x: x.sum() * square(torch.ones(3)))(torch.ones(1)) == 3  # a constant
-
-
-def test_a_compiled_step_in_a_loss_is_refused() -> None:
-    """The step runs under no_grad: gradients through it were 0."""
     loss = fs.compile(lambda params, x: (params[""].sum() * x).sum(), backend="aot_eager")
     (spec, params), x = shards_of(fs.policies.whole(), nn.Linear(1, 1)), torch.ones(2, 3)
     for gradient in (
@@ -683,7 +677,7 @@ def test_a_compiled_step_in_a_loss_is_refused() -> None:
         lambda: fs.grad(lambda p: fs.chunked(lambda p, x: (loss(p, x), 1), 2)(p, x)[0])(params),
         lambda: fs.accumulate(loss, params, [x], spec=spec),
     ):
-        refused(RuntimeError, r"step is called inside of a loss or a recomputed function, .* expected", lambda: gradient())
+        refused(RuntimeError, r"step is called inside of a loss or a recomputed function, .* expected", gradient)
 
 
 # --- shards and full parameters inside of a compiled step ---

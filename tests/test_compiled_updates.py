@@ -72,8 +72,23 @@ def close(got: object, expected: object, rtol: float = 1e-10) -> None:
         torch.testing.assert_close(a, b, rtol=rtol, atol=(1e-3 if rtol <= 1e-10 else 1) * rtol, equal_nan=True)
 
 
-def check_trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard", path: Path | None = None) -> None:
-    """Take some steps, the second of them with a gradient that is not finite, and compare each with the eager one."""
+CASES = [
+    *((name, "aot_eager", kind, "shard") for name in OPTIMIZERS for kind in depth(["tensor"], ["float", "tensor"])),
+    *(("adamw", "aot_eager", "tensor", policy) for policy in depth(["precision"], [*POLICIES])),
+    pytest.param("adamw", "inductor", "tensor", "shard", marks=needs_cpp),
+]
+
+
+@seldom
+@pytest.mark.parametrize(("name", "backend", "kind", "policy"), CASES)
+@real_ranks(2)
+def test_updates_compile_with_the_step(rank: int, name: str, backend: str, kind: str, policy: str, tmp_path: Path) -> None:
+    """One graph for steps with other rates, two with floats: equal to eager, in the memory of the given tensors.
+
+    The second step has a gradient that is not finite. The state is saved as eager's is.
+    """
+    if policy == "precision" and not _torch.FORWARD_CAN_BE_REPLACED:
+        return  # torch 2.11: fs.compile refuses what is cast inside the model
     warnings.filterwarnings("ignore", IMPORT)
     torch._dynamo.reset()
     Counters.clear()
@@ -99,36 +114,10 @@ def check_trained(rank: int, name: str, backend: str, kind: str, policy: str = "
     assert [values.numbers for values in got[1].values()] == numbers
     assert Counters["stats"]["unique_graphs"] == (2 if kind == "float" else 1)
     assert not Counters["graph_break"]
-    if path is not None:
-        for name, state in (("got", got), ("expected", expected)):
-            fs.checkpoint.save(path / name, {"params": state[0], "opt": state[1]}, spec)
-        like = {"params": expected[0], "opt": expected[1]}
-        close(fs.checkpoint.load(path / "got", spec, like=like), fs.checkpoint.load(path / "expected", spec, like=like))
-
-
-@seldom
-@each(name=mark_seldom(OPTIMIZERS, "adamw"), kind=depth(["tensor"], ["float", "tensor"]))
-@real_ranks(2)
-def test_updates_compile_with_the_step(rank: int, name: str, kind: str) -> None:
-    """One graph for steps with other rates, two with floats: equal to eager, in the memory of the given tensors."""
-    check_trained(rank, name, "aot_eager", kind)
-
-
-@seldom
-@each(policy=depth(["precision"], list(POLICIES)))
-@real_ranks(2)
-def test_updates_compile_with_every_policy(rank: int, policy: str, tmp_path: Path) -> None:
-    """The state is saved as eager's is."""
-    if policy != "precision" or _torch.FORWARD_CAN_BE_REPLACED:  # torch 2.11: fs.compile refuses what is cast inside the model
-        check_trained(rank, "adamw", "aot_eager", "tensor", policy, tmp_path)
-
-
-@seldom
-@needs_cpp
-@real_ranks(2)
-def test_updates_compile_by_inductor(rank: int) -> None:
-    """The same by the default backend."""
-    check_trained(rank, "adamw", "inductor", "tensor")
+    for path, state in (("got", got), ("expected", expected)):
+        fs.checkpoint.save(tmp_path / path, {"params": state[0], "opt": state[1]}, spec)
+    like = {"params": expected[0], "opt": expected[1]}
+    close(*(fs.checkpoint.load(tmp_path / path, spec, like=like) for path in ("got", "expected")))
 
 
 def hostile(dtype: torch.dtype, i: int) -> Tensor:
