@@ -281,20 +281,18 @@ def inlined(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-def frames(inlined: Counter[str], blocks: int, mesh: dict[str, int]) -> Counter[str]:
-    """Functions of funshard that Dynamo traces for a step over so many blocks."""
-    model = blocks_of(blocks)
-    spec = fs.by_type(Block)(model).on(mesh)
-    inlined.clear()
-    torch._dynamo.reset()
-    fs.compile(step_of(model), backend="aot_eager")(fs.shard(model, spec), torch.ones(2, 4).double(), spec)
-    return Counter({name: count for name, count in inlined.items() if not name.startswith("torch:")})
-
-
 @seldom
 def test_few_functions_are_traced_for_each_unit(inlined: Counter[str]) -> None:
     """A unit's gather, its layout and the checks of its shard are not traced; modules are walked without calls."""
-    few, many = (frames(inlined, blocks, {"shard": 1}) for blocks in (3, 5))
+    found = []
+    for blocks in (3, 5):
+        model = blocks_of(blocks)
+        spec, params = shards_of(fs.by_type(Block), model, {"shard": 1})
+        inlined.clear()
+        torch._dynamo.reset()
+        fs.compile(step_of(model), backend="aot_eager")(params, torch.ones(2, 4).double(), spec)
+        found.append(Counter({name: count for name, count in inlined.items() if not name.startswith("torch:")}))
+    few, many = found
     each = {name: (many[name] - few[name]) / 2 for name in many if many[name] != few[name]}
     own = {name: count for name, count in each.items() if "tests" not in name and not name.endswith(":forward")}
     assert sum(own.values()) <= 12, own

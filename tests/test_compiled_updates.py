@@ -160,24 +160,18 @@ def test_rates_that_are_tensors_of_the_optimizer() -> None:
     assert Counters["stats"]["unique_graphs"] == 1
 
 
-def graph_of(update: Callable[..., Any], *args: Any) -> list[Node]:
-    """Return the operators of the graph of an update."""
+@pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "adamw"))
+def test_numbers_of_updates_are_in_memory(name: str) -> None:
+    """inductor computes what is not for each element again: two powers in Adam."""
+    params = {"w": torch.arange(1.0, 5.0)}
+    init, update = OPTIMIZERS[name][0](0.1, **OPTIMIZERS[name][1])
     nodes: list[Node] = []
 
     def note(graph: GraphModule, inputs: object) -> Callable[..., Any]:
         nodes.extend(node for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
-    fs.compile(update, backend=note)(*args)
-    return nodes
-
-
-@pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "adamw"))
-def test_numbers_of_updates_are_in_memory(name: str) -> None:
-    """inductor computes what is not for each element again: two powers in Adam."""
-    params = {"w": torch.arange(1.0, 5.0)}
-    init, update = OPTIMIZERS[name][0](0.1, **OPTIMIZERS[name][1])
-    nodes = graph_of(lambda *args: update(*args[:3], lr=args[3]), params, init(params), params, 0.1)
+    fs.compile(lambda *args: update(*args[:3], lr=args[3]), backend=note)(params, init(params), params, 0.1)
     found = 0
     for node in (node for node in nodes if node.meta["val"].dim() and "copy" not in str(node.target)):
         for number in (arg for arg in node.all_input_nodes if not arg.meta["val"].dim()):

@@ -509,39 +509,6 @@ class Chain(nn.Module):
         return self.head(x.double())
 
 
-class Pieces:
-    """A rank's side of a model of pieces, with its spec, and the whole one."""
-
-    def __init__(self, name: str, sizes: Mapping[str, int], strategy: str = "shard") -> None:
-        _, self.axis, dims, self.kept = LAYERS[name]
-        torch.manual_seed(0)
-        self.whole, self.model = Chain(name), Chain(name, sizes[self.axis])
-        self.full = {name: p.detach() * 0.9 for name, p in self.whole.named_parameters()}
-        keep = {f"layers.*.{name}": F64 for name in self.kept}
-        p, precision = OF_LOCAL[strategy], Precision(param=F32, reduce=F64, keep=keep)
-        options = {"axis": p.axis, "reshard": p.reshard, "remat": p.remat}
-        inner = P(**options, precision=precision, local={self.axis: dims})
-        self.spec = fs.policies.by_path({"": P(**options), "layers.*": inner})(self.model)
-        xs = torch.randn(*(1 if name == "tensor" else size for name, size in sizes.items()), TOKENS, WIDTH, dtype=F64)
-        self.xs = xs.expand(*sizes.values(), TOKENS, WIDTH).reshape(-1, TOKENS, WIDTH)  # "tensor" shares them
-
-    def expected(self, transform: str) -> fs.Params:
-        """The mean over ranks, on the whole model, with each parameter cast by hand."""
-
-        def loss(full: Mapping[str, Tensor], x: Tensor) -> Tensor:
-            low = {name for name in full if name.startswith("layers") and name.split(".", 2)[2] not in self.kept}
-            cast = {name: p.to(F32) if name in low else p for name, p in full.items()}
-            return torch.func.functional_call(self.whole, cast, (x.to(F32),)).sin().square().sum()
-
-        found = [TRANSFORMS[transform][1](lambda p, x=x: loss(p, x))(self.full) for x in self.xs]
-        return {name: torch.stack([tree[name] for tree in found]).mean(0) for name in self.full}
-
-    def run(self, mesh: Any, x: Tensor, transform: str) -> fs.Params:
-        spec = self.spec.on(mesh)
-        loss = loss_of(self.model, spec, x.to(F32), spec.axis(self.axis), of=lambda y: y.sin().square().sum())
-        return fs.unshard(TRANSFORMS[transform][0](loss)(fs.shard(self.full, spec)), spec)
-
-
 MESHES = {
     "columns": [{"shard": 2, "tensor": 2}, {"tensor": 2, "shard": 2}],
     "rows": [{"shard": 2, "tensor": 2}, {"replicate": 2, "tensor": 2, "shard": 1}],
@@ -555,5 +522,23 @@ ON_MESHES = [(name, sizes) for name, some in MESHES.items() for sizes in some]
 @pytest.mark.parametrize(("name", "sizes"), ON_MESHES, ids=str)
 @real_ranks(4)
 def test_local_units(rank: int, name: str, sizes: dict[str, int], strategy: str, transform: str) -> None:
-    case = Pieces(name, sizes, strategy)
-    assert_close(case.run(mesh_of(**sizes), case.xs[rank], transform), case.expected(transform))
+    """A rank's side of a model of pieces: the mean over ranks, on the whole model, with each parameter cast by hand."""
+    (_, axis, dims, kept), (ours, theirs), p = LAYERS[name], TRANSFORMS[transform], OF_LOCAL[strategy]
+    torch.manual_seed(0)
+    whole, model = Chain(name), Chain(name, sizes[axis])
+    full = {name: 0.9 * param.detach() for name, param in whole.named_parameters()}
+    precision = Precision(param=F32, reduce=F64, keep={f"layers.*.{name}": F64 for name in kept})
+    inner = dataclasses.replace(p, precision=precision, local={axis: dims})
+    spec = fs.by_path({"": p, "layers.*": inner})(model).on(mesh_of(**sizes))
+    xs = torch.randn(*(1 if name == "tensor" else size for name, size in sizes.items()), TOKENS, WIDTH, dtype=F64)
+    xs = xs.expand(*sizes.values(), TOKENS, WIDTH).reshape(-1, TOKENS, WIDTH).to(F32)  # "tensor" shares them
+
+    def loss(full: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        low = {name for name in full if name.startswith("layers") and name.split(".", 2)[2] not in kept}
+        cast = {name: param.to(F32) if name in low else param for name, param in full.items()}
+        return objective(torch.func.functional_call(whole, cast, (x,)))
+
+    found = [theirs(lambda full, x=x: loss(full, x))(full) for x in xs]
+    expected = {name: torch.stack([tree[name] for tree in found]).mean(0) for name in full}
+    got = ours(loss_of(model, spec, xs[rank], spec.axis(axis), of=objective))(fs.shard(full, spec))
+    assert_close(fs.unshard(got, spec), expected)

@@ -353,30 +353,24 @@ def test_copies_of_params_have_a_unit_to_run_beside(monkeypatch: pytest.MonkeyPa
     ]
 
 
-class PinnedMemory:
-    """It knows host memory that was asked for as pinned, which this machine cannot pin, by its storage."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.storages: dict[int, Any] = {}
-        for name in ("empty", "empty_like"):
-            monkeypatch.setattr(torch, name, functools.partial(self._allocate, getattr(torch, name)))
-        monkeypatch.setattr(_torch, "is_pinned", self.holds)
-
-    def _allocate(self, plain: Any, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        out = plain(*args, **kwargs)
-        if pin_memory:
-            self.storages[out.untyped_storage()._cdata] = out.untyped_storage()
-        return out
-
-    def holds(self, x: Tensor) -> bool:
-        return x.untyped_storage()._cdata in self.storages
-
-
 def test_the_host_memory_of_units_is_pinned(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards, gradients, the optimizer's state and what an update makes: the host would wait for copies of other memory."""
     model, x = nn.Sequential(Block(WIDTH), Block(WIDTH)), torch.empty(4, WIDTH, dtype=torch.float64, device="meta")
     spec = fs.by_type(Block, p=P("shard", offload="params"))(model).bound
-    stream, pinned, allocate_like = Stream([], "any"), PinnedMemory(monkeypatch), _torch.allocate_like
+    stream, allocate_like, pinned = Stream([], "any"), _torch.allocate_like, dict[int, Any]()
+
+    def allocate(plain: Any, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        """It knows host memory that was asked for as pinned, which this machine cannot pin, by its storage."""
+        storage = (out := plain(*args, **kwargs)).untyped_storage()
+        pinned.update({storage._cdata: storage} if pin_memory else {})
+        return out
+
+    def is_pinned(x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in pinned
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, functools.partial(allocate, getattr(torch, name)))
+    monkeypatch.setattr(_torch, "is_pinned", is_pinned)
     play_accelerator(monkeypatch, stream, lambda device, towards: stream)
     monkeypatch.setattr(_torch, "allocate_like", allocate_like)
     monkeypatch.setattr(storage, "is_accelerator", lambda device: device.type == "meta")
@@ -390,6 +384,6 @@ def test_the_host_memory_of_units_is_pinned(world: None, monkeypatch: pytest.Mon
     for tree in (shards, grads, new, *state.values(), *after.values()):
         for key, value in tree.items():
             assert value.device.type == "cpu"
-            assert pinned.holds(value) or not value.dim(), key  # counts of steps are used where they are
+            assert is_pinned(value) or not value.dim(), key  # counts of steps are used where they are
     copies = [message for _, message in said if message.startswith("copy")]
     assert copies == [*(f"copy to the device {i}" for i in (0, 1)), *(f"copy gradient to the host {i}" for i in (1, 0))]

@@ -267,23 +267,22 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
 STATES = {"state in place": lambda: {"h": torch.ones(WIDTH).double()}, "generator": lambda: (i + 1.0 for i in range(9))}
 
 
-def drawn_elsewhere(self: Any, x: Tensor, has_generator: bool) -> Any:
-    FLAG["calls"] += 1
-    if FLAG["calls"] == 1:
-        own = {"generator": torch.Generator()} if has_generator else {}
-        thread = threading.Thread(target=torch.rand, args=(1,), kwargs=own)
-        thread.start()
-        thread.join()
-    return self.lin(x)
-
-
 @pytest.mark.parametrize("has_generator", [False, True])
 def test_random_numbers_of_another_thread(has_generator: bool) -> None:
     """They look like forward's: the error names them, and a generator of the thread's own is none of forward's."""
     FLAG["calls"] = 0
+
+    def body(self: Any, x: Tensor, _: Any) -> Tensor:
+        if is_first():
+            own = {"generator": torch.Generator()} if has_generator else {}
+            thread = threading.Thread(target=torch.rand, args=(1,), kwargs=own)
+            thread.start()
+            thread.join()
+        return self.lin(x)
+
     raises = pytest.raises(RuntimeError, match="no other thread that draws from the same generators meanwhile")
     with contextlib.nullcontext() if has_generator else raises:
-        gradient_of(AGAIN, One(drawn_elsewhere, lambda: has_generator).double(), torch.ones(4, WIDTH).double())
+        gradient_of(AGAIN, One(body).double(), torch.ones(4, WIDTH).double())
 
 
 @every(way=["fs.grad", "torch.func.grad", "backward", "hvp"], what=DIFFERENT)
@@ -334,8 +333,11 @@ def test_a_state_that_is_an_error_is_as_before() -> None:
 
 
 # --- remat of a function ---
+CONSTANT = torch.ones(2)
+
+
 def test_objects_in_results_are_the_callers() -> None:
-    """Not copies, wherever they stand in a result or in another object."""
+    """Not copies, wherever they stand in a result or in another object; on constants autograd would write a graph."""
     state, held = Node(), {}
 
     def f(x: Tensor, state: Any, held: Any) -> Any:
@@ -347,6 +349,9 @@ def test_objects_in_results_are_the_callers() -> None:
     assert state.count == 1  # pyright: ignore[reportAttributeAccessIssue]
     assert all(x is state for x in (first[0], held["inside"][0], held["inside"][1]["again"]))
     assert second["a"]["b"] is held
+    out, constant = fs.remat(lambda x: (x * 2, CONSTANT))(X.clone().requires_grad_())
+    assert (CONSTANT.requires_grad, CONSTANT.grad_fn, torch.equal(constant, CONSTANT)) == (False, None, True)
+    out.sum().backward()
 
 
 W = torch.randn(WIDTH, WIDTH, dtype=torch.float64)
@@ -601,17 +606,6 @@ def test_remat_inside_functional_call_is_refused(how: str) -> None:
     want = grad("plain")
     assert_close(grad("plain", nn.Linear), want, **EXACT)
     assert_close(grad("tensors"), want, **EXACT)
-
-
-CONSTANT = torch.ones(2)
-
-
-def test_constants_that_come_back_are_left_alone() -> None:
-    """Autograd would write a graph on them."""
-    out, constant = fs.remat(lambda x: (x * 2, CONSTANT))(X.clone().requires_grad_())
-    assert (CONSTANT.requires_grad, CONSTANT.grad_fn) == (False, None)
-    assert torch.equal(constant, CONSTANT)
-    out.sum().backward()
 
 
 class Forces(nn.Sequential):

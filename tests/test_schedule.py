@@ -713,24 +713,6 @@ class Memory(OfUnits):
         super().turn()
 
 
-def say_what_runs_in_backward(moments: list[Moment], kept: list[str]) -> None:
-    """A unit runs from when the one before it has computed its last until its gradient is reduced."""
-    begun = set(kept)
-    for moment in moments:
-        what, _, key = moment.event.partition(" ")
-        if what == "compute":
-            begun.add(key)
-        elif what == "reduce":
-            begun.discard(key)
-        moment.running = set(begun)
-    following = ""
-    for moment in reversed(moments):
-        if moment.event.startswith("compute "):
-            following = moment.event.partition(" ")[2]
-        else:
-            moment.running.add(following)
-
-
 MEMORY: dict[str, Callable[[], nn.Module]] = {
     "blocks_alone": blocks_alone,
     "Blocks": lambda: Blocks(6),
@@ -759,7 +741,18 @@ def test_only_the_next_units_are_gathered_besides_those_that_run(name: str, pref
             memory = watched(copy.deepcopy(model), spec, way, prefetch, 1)
             kept = memory.forward[-1].gathered
             assert set(kept) <= {"", fs.trace_order(model, spec, numbers(0, 0))[-1]}
-            say_what_runs_in_backward(memory.backward, kept)
+            # in backward a unit runs from when the one before it has computed its last until its gradient is reduced
+            begun = set(kept)
+            for moment in memory.backward:
+                what, _, key = moment.event.partition(" ")
+                begun = begun | {key} if what == "compute" else begun - {key} if what == "reduce" else begun
+                moment.running = begun
+            following = ""
+            for moment in reversed(memory.backward):
+                if moment.event.startswith("compute "):
+                    following = moment.event.partition(" ")[2]
+                else:
+                    moment.running = moment.running | {following}
             for moment in (*memory.forward, *memory.backward):
                 others = Counter(moment.gathered) - Counter(moment.running)
                 assert others.total() <= prefetch, (way, moment)
