@@ -220,8 +220,6 @@ def test_sent_in_a_gather() -> None:
 
 
 # --- dynamic8 ---
-
-
 def dynamic_levels(signed: bool) -> Tensor:
     """The levels of Dettmers et al., 2022, with -1 instead of the largest negative one, in float64 and in order."""
     found = [0.0, 1.0]

@@ -211,7 +211,6 @@ def test_one_rank_is_the_identity() -> None:
 
 
 # --- members beside torch's, on every rank of meshes of several axes ---
-
 MESHES = {"one axis": (4,), "two": (2, 2), "uneven": (3, 2), "three": (2, 3, 2), "an axis of one": (1, 4)}
 
 
@@ -317,8 +316,6 @@ def test_a_compiled_step_on_groups_that_are_gone_is_refused() -> None:
 
 
 # --- law D: two real ranks agree with the ranks that vmap simulates, for every collective and transform ---
-
-
 def collective_results(mesh: Mesh, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
     axis = mesh["shard"]
     out = {}

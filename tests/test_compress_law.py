@@ -255,8 +255,6 @@ def test_on_real_ranks(gloo4: Pool, case: Case) -> None:
 
 
 # --- beside DDP's hooks, and what is sent ---
-
-
 STEPS, START = 8, 3
 
 

@@ -182,8 +182,6 @@ def test_averages_of_what_rests_on_the_host_rest_there(on_cuda1: None, monkeypat
 
 
 # --- trace_order. ---
-
-
 class Matrix(nn.Module):
     """A linear map that draws no numbers, for which fake CUDA has no kernels."""
 
@@ -223,8 +221,6 @@ def test_trace_order_on_another_device(model_on: str, x_on: str, buffer: bool) -
 
 
 # --- what makes the host wait, or a kernel for nothing ---
-
-
 READS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "unique")
 
 
@@ -372,8 +368,6 @@ def test_only_the_reader_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- Buffers. ---
-
-
 class Clones(TorchDispatchMode):
     """Counts the kernels that copy as many elements as this."""
 

@@ -350,8 +350,6 @@ def test_derivatives_are_those_of_the_mean_loss(rank: int) -> None:
 
 
 # --- a unit's life ---
-
-
 # --- The examples of higher orders: what they say, on any number of ranks, is what plain torch says on the joined batch ---
 sys.path.append(str(EXAMPLES))
 

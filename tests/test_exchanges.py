@@ -333,8 +333,6 @@ def test_errors(call: Callable[[Axis], Tensor], error: type[Exception], match: s
 
 
 # --- Uneven counts ---
-
-
 @pytest.mark.parametrize("n", mark_seldom([2, 4], 2))
 @real_ranks(lambda n: n)
 def test_exact_rows(rank: int, n: int) -> None:

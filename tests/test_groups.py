@@ -34,8 +34,6 @@ def keys(spec: fs.PartitionSpec) -> list[str]:
 
 
 # --- the policy ---
-
-
 def test_groups_of_siblings() -> None:
     """By pattern, class or module; of a size, in the order of their names, among modules of one parent alone."""
     model = nn.ModuleDict({"up": nn.ModuleList([MLP(3) for _ in range(11)]), "down": nn.ModuleList([MLP(3), MLP(3)])})
@@ -126,8 +124,6 @@ def test_wrong_arguments() -> None:
 
 
 # --- what a step sends and holds ---
-
-
 @every(way=MAIN_WAYS, p=[P("shard"), P("shard", remat=True)])
 def test_a_group_is_gathered_and_reduced_once(p: P, way: str) -> None:
     """As one unit with all its parameters; recomputed, too, where each module runs again by itself."""
@@ -212,8 +208,6 @@ def test_a_rank_holds_two_groups(remat: bool) -> None:
 
 
 # --- the same results ---
-
-
 def grouped(p: P) -> fs.Policy:
     """Blocks by two, and the last layers."""
     return override(by_group([Block], size=2, p=p), by_group(["norm", "output"], p=p))
@@ -331,8 +325,6 @@ def test_groups_at_rest_in_a_codec(rank: int, p: P, name: str, way: str, checked
 
 
 # --- ranks that compare what they send ---
-
-
 class Choice(nn.Module):
     """Two groups of two, of which the caller chooses some modules."""
 
@@ -407,8 +399,6 @@ def test_every_module_of_a_group_casts() -> None:
 
 
 # --- compiled ---
-
-
 @seldom
 @pytest.mark.parametrize("remat", mark_seldom([False, True], False))
 def test_compiled_modules_of_a_group(alone: Pool, remat: bool) -> None:

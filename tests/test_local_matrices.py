@@ -171,8 +171,6 @@ def test_units_split_and_local_over_one_axis(rank: int, optimizer: str) -> None:
 
 
 # --- the state ---
-
-
 RESUMED = [("experts", "one expert each"), ("both", "split over another"), ("one expert each", "tensor"), ("tensor", "both")]
 
 
@@ -217,8 +215,6 @@ def test_adafactor_of_whole_stacks(rank: int) -> None:
 
 
 # --- what is refused, and what it costs ---
-
-
 @seldom
 def test_an_update_that_may_mix_a_stack() -> None:
     """It gets the stack whole, or an error: which experts a rank has does not change the result."""

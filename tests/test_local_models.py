@@ -31,7 +31,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 # --- dropout ---
-
 FEATURES, HIDDEN, ROWS = 4, 12, 6
 
 
@@ -144,8 +143,6 @@ def test_dropout_and_buffers_of_shared_activations(rank: int, compile: Any) -> N
 
 
 # --- buffers ---
-
-
 class Counting(nn.Module):
     """Experts, each with its BatchNorm over rows of all ranks and a counter of them: buffers of a rank's own experts."""
 
@@ -221,8 +218,6 @@ def test_buffers_of_experts(rank: int, sizes: dict[str, int], options: dict[str,
 
 
 # --- policies ---
-
-
 @seldom
 @pytest.mark.parametrize("min_numel", [1, 60, 130])
 def test_by_size(min_numel: int) -> None:
@@ -240,8 +235,6 @@ def test_by_size(min_numel: int) -> None:
 
 
 # --- pieces by name ---
-
-
 PIECES = nn.Linear(2, 2).double()
 """Half of the rows of a linear map over "tensor"; the bias is replicated."""
 SPEC = policies.whole(P("shard", local={"tensor": {"weight": 0}}))(PIECES)

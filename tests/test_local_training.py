@@ -59,8 +59,6 @@ def summed(case: Rank) -> Tree:
 
 
 # --- what is compared ---
-
-
 def accumulated(case: Rank) -> None:
     case.check(summed(case))
     for keep in ("shards", "full"):
@@ -174,8 +172,6 @@ def test_micro_batches_on_groups_of_one(count: int) -> None:
 
 
 # --- optimizers ---
-
-
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2}),
@@ -264,8 +260,6 @@ def test_derivative_of_a_rate(max_norm: float | None) -> None:
 
 
 # --- compressors: over a local axis nothing is sent, and the mean divides by its size ---
-
-
 LOSSLESS: dict[str, Callable[[Any], Compressor[Any]]] = {
     "exact": exact,
     "switch": lambda axes: switch(0, exact(()), exact(axes)),
@@ -357,8 +351,6 @@ def test_wholes_are_no_gradients_of_pieces() -> None:
 
 
 # --- with every other option of P and every form of a step ---
-
-
 AOT = Compile(backend="aot_eager")
 OFFLOAD = ("params", "activations")
 

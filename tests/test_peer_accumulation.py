@@ -71,8 +71,6 @@ def accumulate(
 
 
 # --- what is sent ---
-
-
 class Where(NamedTuple):
     mesh: tuple[int, ...]
     held: str
@@ -138,8 +136,6 @@ def test_no_sync_gathered_for_each_micro_batch(way: str, reshard: bool) -> None:
 
 
 # --- parity ---
-
-
 @at_most(1)
 @each(way=["fs", "torch.func"], reshard=[True, False], mode=MODES)
 @pytest.mark.parametrize(("shape", "partial"), [((4,), False), ((2, 2), False), ((2, 2), True)])
@@ -216,7 +212,6 @@ def test_1f1b_microbatching(rank: int) -> None:
 
 
 # --- FSDP1's no_sync ---
-
 STRATEGIES = {
     "FULL_SHARD": (P("shard"), ShardingStrategy.FULL_SHARD),
     "SHARD_GRAD_OP": (P("shard", reshard=False), ShardingStrategy.SHARD_GRAD_OP),
@@ -311,8 +306,6 @@ def test_no_sync_mixed_precision(rank: int) -> None:
 
 
 # --- what is pending is a value ---
-
-
 class Outputs(nn.Linear):
     """``test_fully_shard_pending_grad.py``: the gradient of each weight is the input."""
 

@@ -187,8 +187,6 @@ def test_bytes_follow_the_dtype(dtype: torch.dtype) -> None:
 
 
 # --- traces ---
-
-
 class Failing(Net):
     fail = False
 

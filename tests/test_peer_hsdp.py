@@ -49,8 +49,6 @@ def uneven(dim: int) -> nn.Module:
 
 
 # --- parity ---
-
-
 SETTINGS = [P("shard"), P("shard", reshard=False), P("shard", remat=True)]
 
 
@@ -139,7 +137,6 @@ def test_what_each_strategy_sends() -> None:
 
 
 # --- three axes ---
-
 CUBE = {"pod": 2, "replicate": 2, "shard": 2}
 SUBSETS = [None, "pod", "replicate", "shard", ("pod", "shard"), ("shard", "replicate"), ("pod", "replicate", "shard")]
 
@@ -175,8 +172,6 @@ def test_three_axes_send(way: str) -> None:
 
 
 # --- replicas that differ ---
-
-
 class Counting(Net):
     """Counts its calls, and the mean of its inputs, in buffers."""
 
@@ -290,8 +285,6 @@ def test_custom_hsdp_all_reduce_hook(rank: int) -> None:
 
 
 # --- meshes ---
-
-
 @at_most(1)
 @pytest.mark.parametrize("dims", [1, 2])
 @real_ranks(4)

@@ -54,8 +54,6 @@ class Dtypes(TorchDispatchMode):
 
 
 # --- the table: what enters gathers and reductions ---
-
-
 class Layer(nn.Module):
     def __init__(self, dtype: torch.dtype, seen: list[torch.dtype]) -> None:
         super().__init__()
@@ -158,8 +156,6 @@ def test_integer_parameters_travel_as_they_are(original: torch.dtype, fields: di
 
 
 # --- no Precision is no change ---
-
-
 @real_ranks(2)
 def test_without_precision_nothing_changes(rank: int) -> None:
     """The same collectives, and results bit by bit."""
@@ -176,8 +172,6 @@ def test_without_precision_nothing_changes(rank: int) -> None:
 
 
 # --- FSDP2: training with low-precision copies and masters by hand ---
-
-
 class MLP(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -335,8 +329,6 @@ def test_reduce_dtype_after_frozen_first_forward(rank: int) -> None:
 
 
 # --- structured inputs and outputs ---
-
-
 @dataclasses.dataclass
 class Data:
     x: Any
@@ -424,8 +416,6 @@ def test_structured_input_and_output(rank: int, kind: str, remat: bool, precisio
 
 
 # --- different submodules ---
-
-
 RUNS: list[tuple[str, torch.dtype]] = []
 """What each run of a module was given: a global is out of reach of what runs again, which changes everything else once."""
 
@@ -548,8 +538,6 @@ def test_other_methods_are_cast_around_too(output: torch.dtype | None) -> None:
 
 
 # --- normalisation ---
-
-
 def norm_model(kind: str) -> nn.Sequential:
     torch.manual_seed(0)
     norms: dict[str, nn.Module] = {"layer": nn.LayerNorm(16), "batch": nn.BatchNorm1d(16), "batch2d": nn.BatchNorm2d(4)}
@@ -626,8 +614,6 @@ def test_clamp_reduce_dtype() -> None:
 
 
 # --- FSDP1 ---
-
-
 class Linear(nn.Module):
     """``LinearMixedPrecision``: notes the dtypes that its forward and its backward see."""
 
@@ -761,8 +747,6 @@ def test_pure_float16_models(rank: int, precision: Precision | None, compute: to
 
 
 # --- memory ---
-
-
 class Bytes(Alive):
     """As `Alive`, in bytes, and what was sent as well."""
 
@@ -838,8 +822,6 @@ def test_cast_and_decoded_parameters_go_after_forward(codec: bool, p: P, way: st
 
 
 # --- float16 and the division, on simulated ranks ---
-
-
 class Dot(nn.Module):
     """Whose gradient is its input."""
 
@@ -943,8 +925,6 @@ def test_empty_units_divide_nothing_of_others(rank: int, p: P, precision: Precis
 
 
 # --- codecs ---
-
-
 def scaled_encode(x: Tensor) -> tuple[Tensor, ...]:
     scale = x.abs().amax().clamp(min=1e-12) / 448
     return (x / scale).to(torch.float8_e4m3fn), scale

@@ -287,8 +287,6 @@ def test_what_was_never_stepped(rank: int) -> None:
 
 
 # --- Models. ---
-
-
 class Sized(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -348,8 +346,6 @@ def test_strict_and_shared_weights(rank: int, tmp_path: Path) -> None:
 
 
 # --- checkpoints of torch, both ways ---
-
-
 FULL = StateDictOptions(full_state_dict=True)
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 POLICIES = {
@@ -485,8 +481,6 @@ def test_what_hsdp_saves_is_loaded_on_four_ranks(gloo4: Pool, tmp_path: Path) ->
 
 
 # --- The other way. ---
-
-
 def saved_by_us(rank: int, policy: str, folder: str) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """``(full parameters, full state)`` after two steps."""
     spec = POLICIES[policy]()

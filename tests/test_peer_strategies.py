@@ -167,8 +167,6 @@ def test_fsdp1(rank: int, name: str) -> None:
 
 
 # --- all-gather extensions ---
-
-
 def rounded(x: Tensor) -> tuple[Tensor, ...]:
     return (x.bfloat16(),)
 
@@ -278,8 +276,6 @@ def test_extensions_see_slices_of_the_shard_mesh(shape: tuple[int, ...]) -> None
 
 
 # --- a gather and a reduction of your own ---
-
-
 def own_gather(shard: Tensor, axis: Axis) -> Tensor:
     """Every rank sends its slice to each: an all-to-all, whose transpose is a reduction by all-to-all."""
     return all_to_all(shard.repeat(axis.size), axis)
@@ -321,8 +317,6 @@ def test_set_custom_all_gather_and_reduce_scatter(rank: int) -> None:
 
 
 # --- no copy where there is nothing to gather ---
-
-
 storage = _torch.storage_id
 """An address is for those who may write to it: copies on write are made for them."""
 
@@ -388,8 +382,6 @@ def test_no_views_of_what_is_cast(name: str) -> None:
 
 
 # --- what enters a reduction ---
-
-
 class Reduced(TorchDispatchMode):
     """The tensors that enter reductions: on gloo, where they are all-to-alls, the other rank's slices."""
 

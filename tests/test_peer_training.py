@@ -48,9 +48,8 @@ import funshard as fs
 from funshard import P
 from funshard.policies import Policy
 
+
 # --- models of the claims ---
-
-
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -207,8 +206,6 @@ def other_strides() -> nn.Module:
 
 
 # --- the claims ---
-
-
 def chunked_loss(call: Any, ids: Tensor) -> Tensor:
     return sum((call(chunk, method="project") ** 2).mean() for chunk in call(ids, method="trunk").chunk(3, 1))
 
@@ -392,8 +389,6 @@ def test_claims(rank: int, name: str, way: str, strategy: str) -> None:
 
 
 # --- training that says more ---
-
-
 def averaged(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The plain model's loss, and the mean of its gradients over ranks."""
     value = squared(model, x)
@@ -526,8 +521,6 @@ def test_train_mixed_requires_grad_across_groups(rank: int, unfreeze: bool) -> N
 
 
 # --- what goes in and comes out ---
-
-
 @real_ranks(2)
 def test_post_acc_grad_hook_runs(rank: int) -> None:
     """A hook on a shard fires exactly once in a backward pass, when all gradients of the call are there."""

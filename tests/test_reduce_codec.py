@@ -108,8 +108,6 @@ def encoded_mean(model: nn.Module, spec: fs.PartitionSpec, codec: Codec, batches
 
 
 # --- values ---
-
-
 @every(way=mark_seldom(WAYS, "fs"), strategy=mark_seldom(STRATEGIES, "shard", "remat", "offload"))
 @real_ranks(2)
 def test_identity_changes_no_bit(rank: int, strategy: str, way: str) -> None:
@@ -221,8 +219,6 @@ def test_what_is_not_finite_stays_so(codec: str, bad: float) -> None:
 
 
 # --- steps and transforms ---
-
-
 @every(codec=mark_seldom(CODECS, "int8"), transform=mark_seldom(["hvp", "grad of grad", "jvp of grad"], "hvp"))
 @real_ranks(2)
 def test_rounding_is_straight_through(rank: int, transform: str, codec: str) -> None:
@@ -279,8 +275,6 @@ def test_steps(rank: int, codec: str) -> None:
 
 
 # --- what is sent ---
-
-
 def record(p: P, size: int = 8) -> Collectives:
     with world(size):
         model = make_model()
@@ -376,8 +370,6 @@ def test_ranks_with_other_codecs_get_an_error(rank: int, checked: bool) -> None:
 
 
 # --- what is refused ---
-
-
 @pytest.mark.parametrize(
     ("p", "words"),
     [

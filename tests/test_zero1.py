@@ -150,8 +150,6 @@ def test_what_is_sent(size: int) -> None:
 
 
 # --- the state of a unit ---
-
-
 class Counting(torch.optim.Optimizer):
     """Counts its steps under a name that torch's optimizers do not have."""
 
