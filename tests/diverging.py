@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import module_class
 from torch import Tensor, nn
 
 import funshard as fs
@@ -78,37 +79,26 @@ def raise_error(grad: Tensor) -> Tensor:
     raise ValueError("a bad gradient")
 
 
-def another_model(is_other: bool) -> None:
-    trainers = Trainer(), Trainer(width=WIDTH + 2)  # fs.shard compares the models: so all ranks have both
+def with_another(make: Callable[[], Trainer], is_other: bool) -> None:
+    trainers = Trainer(), make()  # fs.shard compares the models: so all ranks have both
     trainers[is_other].step()
 
 
-def another_order(is_other: bool) -> None:
-    Trainer().step((0, 2, 1) if is_other else (0, 1, 2))
+def in_order(order: Sequence[int], is_other: bool) -> None:
+    Trainer().step(order if is_other else (0, 1, 2))
 
 
-def a_skipped_unit(is_other: bool) -> None:
-    Trainer().step((0, 2) if is_other else (0, 1, 2))
+def chosen(self: Any, x: Tensor, choice: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(self.layers):
+        rows = (choice == i).nonzero().flatten()
+        if len(rows):
+            out = out.index_add(0, rows, expert(x[rows]))
+    return out
 
 
-def no_unit(is_other: bool) -> None:
-    Trainer().step(() if is_other else (0, 1, 2))
-
-
-class Experts(nn.Module):
-    """Experts that run if a token chooses them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.layers):
-            rows = (choice == i).nonzero().flatten()
-            if len(rows):
-                out = out.index_add(0, rows, expert(x[rows]))
-        return out
+Experts = module_class("Experts", lambda: {"layers": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))}, chosen)
+"""Experts that run if a token chooses them."""
 
 
 def an_expert_without_tokens(is_other: bool) -> None:
@@ -118,16 +108,6 @@ def an_expert_without_tokens(is_other: bool) -> None:
     params, x = fs.shard(model, spec), torch.ones(4, WIDTH)
     choice = torch.tensor([0, 2, 2, 0] if is_other else [0, 1, 2, 0])
     fs.grad(lambda p: fs.functional_call(model, p, (x, choice), spec=spec).square().sum())(params)
-
-
-def another_dtype(is_other: bool) -> None:
-    trainers = Trainer(), Trainer(dtype=torch.float64)
-    trainers[is_other].step()
-
-
-def another_spec(is_other: bool) -> None:
-    trainers = Trainer(), Trainer(fs.P())
-    trainers[is_other].step()
 
 
 def another_number_of_microbatches(is_other: bool) -> None:
@@ -188,23 +168,21 @@ def a_recompiling_rank(is_other: bool) -> None:
 
 
 CASES: Mapping[str, Callable[[bool], None]] = {
-    case.__name__: case
-    for case in (
-        another_model,
-        another_order,
-        a_skipped_unit,
-        no_unit,
-        an_expert_without_tokens,
-        another_dtype,
-        another_spec,
-        another_number_of_microbatches,
-        a_skipped_nan,
-        a_loop_left_early,
-        a_lone_unshard,
-        a_recompiling_rank,
-        raise_in_teardown,
-    )
-} | {f"raise_in_{part}": functools.partial(raise_in_part, part) for part in ("forward", "backward", "update")}
+    "another_model": functools.partial(with_another, functools.partial(Trainer, width=WIDTH + 2)),
+    "another_order": functools.partial(in_order, (0, 2, 1)),
+    "a_skipped_unit": functools.partial(in_order, (0, 2)),
+    "no_unit": functools.partial(in_order, ()),
+    "an_expert_without_tokens": an_expert_without_tokens,
+    "another_dtype": functools.partial(with_another, functools.partial(Trainer, dtype=torch.float64)),
+    "another_spec": functools.partial(with_another, functools.partial(Trainer, fs.P())),
+    "another_number_of_microbatches": another_number_of_microbatches,
+    "a_skipped_nan": a_skipped_nan,
+    "a_loop_left_early": a_loop_left_early,
+    "a_lone_unshard": a_lone_unshard,
+    "a_recompiling_rank": a_recompiling_rank,
+    "raise_in_teardown": raise_in_teardown,
+    **{f"raise_in_{part}": functools.partial(raise_in_part, part) for part in ("forward", "backward", "update")},
+}
 """By name, what a rank does; the argument says whether this rank is the one that differs: the last."""
 
 

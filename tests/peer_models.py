@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
@@ -125,3 +126,10 @@ def fsdp1(model: nn.Module, block: type[nn.Module], strategy: ShardingStrategy, 
     """The model in torch's first FSDP, a unit for each block."""
     options |= {"sharding_strategy": strategy, "auto_wrap_policy": ModuleWrapPolicy({block}), "use_orig_params": True}
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+def fsdp2(model: nn.Module, *blocks: Any, of_blocks: Mapping[str, Any] = {}, **options: Any) -> nn.Module:
+    """The model in torch's second FSDP, a unit for each block, which may have options of their own."""
+    for module in [module for module in model.modules() if isinstance(module, blocks)]:
+        fully_shard(module, **options | {**of_blocks})
+    return fully_shard(model, **options)

@@ -88,44 +88,29 @@ HIGHER = f"--backend aot_eager {GPT} --rounds 1 --warmup 0 --modes"
 LORA = "--layers 1 --dim 64 --ffn 128 --heads 2 --rank 2 --seq 16 --batch 1 --rounds 1 --warmup 0 --pretrain 1 --adapt 5"
 RUNS: dict[str, tuple[str, str, Callable[[Figures], bool]]] = {
     "chunked": (
-        "chunked",
-        "--words 2000 --dim 16 --tokens 128 --chunks 8 --rounds 1",
-        lambda of: all(one["chunked"] < one["whole"] / 2 for one in of.values()),
-    ),
+        "chunked", "--words 2000 --dim 16 --tokens 128 --chunks 8 --rounds 1",
+        lambda of: all(one["chunked"] < one["whole"] / 2 for one in of.values())),
     "attention": (
-        "attention",
-        "--lengths 256,512 --block 32 --rounds 1",
-        lambda of: of["512"]["blocks"] < 2.2 * of["256"]["blocks"] and of["512"]["math"] > 3.5 * of["256"]["math"],
-    ),
-    **{
-        f"higher, {mode}": (
-            "higher",
-            f"{HIGHER} '{mode}'",
-            lambda of, mode=mode: of[mode]["no prefetch"]["peak bytes"] <= of[mode]["eager"]["peak bytes"],
-        )
-        for mode in ("hvp", "per sample")
-    },
+        "attention", "--lengths 256,512 --block 32 --rounds 1",
+        lambda of: of["512"]["blocks"] < 2.2 * of["256"]["blocks"] and of["512"]["math"] > 3.5 * of["256"]["math"]),
+    **{f"higher, {mode}": (
+        "higher", f"{HIGHER} '{mode}'",
+        lambda of, mode=mode: of[mode]["no prefetch"]["peak bytes"] <= of[mode]["eager"]["peak bytes"])
+        for mode in ("hvp", "per sample")},
     "scan": ("scan", "--steps 4,16 --layers 1 --dim 16 --seq 8 --batch 2", grows_as_steps_do),
     "daily": ("daily", "--rounds 1 --warmup 0 --layers 1 --dim 64 --heads 2 --seq 8", small_state),
     "encoded": ("encoded", "--runs 1 --elements 6400 --layers 1 --dim 64 --heads 2 --seq 8 --batch 1", sums_are_wide),
     "stream": (
-        "stream",
-        "--layers 4 --dim 64 --bucket 20000 --rounds 1 --warmup 0 --no-peaks",
-        lambda of: [of[mode]["received"] for mode in ("FSDP2", "stream_full", "stream_full, bf16")] == [0.5, 0.5, 0.25],
-    ),
+        "stream", "--layers 4 --dim 64 --bucket 20000 --rounds 1 --warmup 0 --no-peaks",
+        lambda of: [of[mode]["received"] for mode in ("FSDP2", "stream_full", "stream_full, bf16")] == [0.5, 0.5, 0.25]),
     "axes": ("axes", "--rounds 1 --warmup 0 --layers 1 --dim 32 --hidden 64 --seq 8 --batch 1", fewer_bytes_move),
     "lora": (
-        "lora",
-        LORA,
-        lambda of: of["fs"]["at rest of bf16"] == 2 and 0.28125 <= of["fs QLoRA"]["at rest of bf16"] < 0.2813,
-    ),
+        "lora", LORA, lambda of: of["fs"]["at rest of bf16"] == 2 and 0.28125 <= of["fs QLoRA"]["at rest of bf16"] < 0.2813),
     "matrices": ("matrices", "--layers 2 --dim 64 --seq 8 --rounds 1 --warmup 0", owners_receive_what_a_gather_does),
     "checkpoint": (
-        "checkpoint",
-        "--layers 2 --dim 16 --rounds 2 --warmup 0 --no-peaks",
-        lambda of: all(one["s"] > 0 < one["over DCP"] for one in of["modes"].values()),
-    ),
-}
+        "checkpoint", "--layers 2 --dim 16 --rounds 2 --warmup 0 --no-peaks",
+        lambda of: all(one["s"] > 0 < one["over DCP"] for one in of["modes"].values())),
+}  # fmt: skip
 NEEDS = {"scan": ["torchopt"], "lora": ["peft", "transformers"]}
 
 
@@ -149,12 +134,8 @@ def test_compile() -> None:
     table, result = run("compile", "--blocks 2,3 --modes eager,FSDP2,units,step")
     figures = result["figures"]
     assert list(figures) == ["eager cold", "FSDP2 cold", "units cold", "step cold"]
-    assert {mode: [graphs for _, graphs in known.values()] for mode, known in figures.items()} == {
-        "eager cold": [0, 0],
-        "FSDP2 cold": [1, 1],
-        "units cold": [1, 1],
-        "step cold": [1, 1],
-    }
+    graphs = {mode: [count for _, count in known.values()] for mode, known in figures.items()}
+    assert graphs == {"eager cold": [0, 0], **{f"{mode} cold": [1, 1] for mode in ("FSDP2", "units", "step")}}
     assert all_finite(figures)
     assert "2 blocks" in table
 

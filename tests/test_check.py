@@ -71,10 +71,7 @@ def check_cases(pool: Pool, names: list[str]) -> None:
             assert len({*texts}) == 1, texts
             if name == "another_number_of_microbatches":  # which accumulate compares itself
                 assert texts[0].startswith("ValueError: accumulate: expected as many micro-batches"), texts[0]
-            elif name in (
-                "a_skipped_unit",
-                "an_expert_without_tokens",
-            ):  # which the end of forward compares, with or without the check
+            elif name in ("a_skipped_unit", "an_expert_without_tokens"):  # which the end of forward compares without the check
                 assert texts[0].startswith("RuntimeError: ranks ran different units"), texts[0]
             else:
                 assert texts[0].startswith("RankError: fs.check: ranks disagree on collective"), texts[0]
@@ -269,18 +266,12 @@ def test_all_collectives_are_compared(rank: int) -> None:
     x, c = torch.ones(2), fs.collectives
     cases: list[tuple[Callable[[], object], Callable[[], object], tuple[str, ...]]] = [
         (lambda: c.permute(x, axis), lambda: c.all_to_all(x, axis), ("permute of 2 x float32", "all-to-all of 2 x float32")),
-        (
-            lambda: c.all_reduce(x, axis),
-            lambda: c.all_reduce(x, axis, reduce="sum"),
-            ("all-reduce (mean) of 2", "all-reduce (sum) of 2"),
-        ),
+        (lambda: c.all_reduce(x, axis), lambda: c.all_reduce(x, axis, reduce="sum"),
+         ("all-reduce (mean) of 2", "all-reduce (sum) of 2")),
         (lambda: c.broadcast(x, axis), lambda: c.all_reduce(x.double(), axis), ("broadcast of 2 x float32", "of 2 x float64")),
-        (
-            lambda: c.ragged_all_to_all(x, axis, [1, 1]),
-            lambda: c.gather_values(x, axis),
-            ("between hosts", "to compare gather_values of [2] torch.float32"),
-        ),
-    ]
+        (lambda: c.ragged_all_to_all(x, axis, [1, 1]), lambda: c.gather_values(x, axis),
+         ("between hosts", "to compare gather_values of [2] torch.float32")),
+    ]  # fmt: skip
     for *pair, words in cases:
         assert_says(error_of(fs.check(LIMIT)(pair[rank])), *words)
 
@@ -438,18 +429,11 @@ dist.destroy_process_group()
 def run_processes(script: Path, *argv: str) -> list[tuple[int, str]]:
     """Exit codes and outputs of two ranks, as processes that end as a user's do."""
     port = free_port()
-    common = {"FUNSHARD_CHECK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), *argv],
-            env={**os.environ, **common, **paths, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    env = {**os.environ, "FUNSHARD_CHECK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+    said_to: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, str(script), *argv]
+    ranks = [subprocess.Popen(command, env={**env, "RANK": str(rank)}, **said_to) for rank in range(2)]
     try:
         said = [process.communicate(timeout=90)[0] for process in ranks]
     finally:

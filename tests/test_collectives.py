@@ -173,15 +173,6 @@ def test_grad_outside_of_the_ranks(op: str, seed: int) -> None:
     assert torch.equal(leaf.grad, outer)
 
 
-def test_two_axes() -> None:
-    """Axes of a mesh are independent: a gather over one is a gather in each of its groups."""
-    x = torch.arange(6.0).view(6, 1)
-    outer = spmd(lambda mesh, x: c.gather_slices(x, mesh["a"]), {"a": 2, "b": 3})(x)
-    inner = spmd(lambda mesh, x: c.gather_slices(x, mesh["b"]), {"a": 2, "b": 3})(x)
-    assert outer.tolist() == [[0, 3], [1, 4], [2, 5], [0, 3], [1, 4], [2, 5]]
-    assert inner.tolist() == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
-
-
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from collective_log import meta_world
 from depth import every
+from models import module_class
 from parity import shards_of
 from ranks import mesh_of
 from torch import Tensor, nn
@@ -182,15 +183,10 @@ def test_averages_of_what_rests_on_the_host_rest_there(on_cuda1: None, monkeypat
 
 
 # --- trace_order. ---
-class Matrix(nn.Module):
-    """A linear map that draws no numbers, for which fake CUDA has no kernels."""
-
-    def __init__(self, n: int, device: str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n, 3, device=device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T
+Matrix = module_class(
+    "Matrix", lambda n, device: {"weight": nn.Parameter(torch.empty(n, 3, device=device))}, lambda self, x: x @ self.weight.T
+)
+"""A linear map that draws no numbers, for which fake CUDA has no kernels."""
 
 
 class Net(nn.Module):

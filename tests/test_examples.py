@@ -27,7 +27,6 @@ from ranks import Pool, ended, free_port, launch, real_ranks, start_one
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
-import funshard
 import funshard as fs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -47,9 +46,13 @@ def run(ranks: int, name: str, flags: str = "") -> str:
     return launched(ranks, EXAMPLES / name, *flags.split())
 
 
+def column(output: str, name: str) -> list[float]:
+    """What the progress lines say."""
+    return [float(x) for x in re.findall(rf"^step .* {name} ([\d.]+)", output, re.MULTILINE)]
+
+
 def losses(output: str) -> list[float]:
-    """What train_gpt.py's progress lines say."""
-    return [float(x) for x in re.findall(r"^step .* loss ([\d.]+)", output, re.MULTILINE)]
+    return column(output, "loss")
 
 
 @at_most(1)
@@ -171,7 +174,7 @@ def test_lora_takes_what_train_gpt_saved(tmp_path: Path) -> None:
 
 
 # --- the commands of the guide's page on running: two agents of torchrun, and ranks as srun starts them ---
-PAGE = Path(funshard.__file__).parents[1] / "examples" / "guide" / "running.md"
+PAGE = EXAMPLES / "guide" / "running.md"
 
 
 @pytest.fixture
@@ -349,19 +352,10 @@ def test_derivatives_are_those_of_the_mean_loss(rank: int) -> None:
         torch.testing.assert_close(found, sharded, rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
-# --- a unit's life ---
 # --- The examples of higher orders: what they say, on any number of ranks, is what plain torch says on the joined batch ---
-sys.path.append(str(EXAMPLES))
-
-
 def numbers(output: str) -> list[float]:
     """Every number with decimals, in order."""
     return [float(x) for x in re.findall(r"-?\d+\.\d{5,}", output)]
-
-
-def column(output: str, name: str) -> list[float]:
-    """What the progress lines say."""
-    return [float(x) for x in re.findall(rf"^step .* {name} ([\d.]+)", output, re.MULTILINE)]
 
 
 SMALLER: dict[str, dict[str, Any]] = depth(
@@ -432,7 +426,6 @@ def test_two_ranks_print_what_one_does(gloo2: Pool, name: str) -> None:
     check_printed(gloo2.run(printed_on_this_rank, f"{name}.py")[0], f"{name}.py")
 
 
-# --- the spectrum of the Hessian ---
 @seldom
 def test_products_are_more_exact_than_differences() -> None:
     table = re.findall(r"^(fs.hvp|differences, h = \S+) +(\S+) +(\S+) +[\d.]+$", printed("spectrum.py"), re.MULTILINE)
@@ -442,22 +435,18 @@ def test_products_are_more_exact_than_differences() -> None:
     assert product[1] < 0.05 < min(half for _, half in differences)
 
 
-# --- sharpness-aware minimisation ---
 @seldom
 def test_sharpness_aware_minimisation_ends_flatter() -> None:
     plain, flat = (float(x) for x in re.findall(r"sharpness ([\d.]+)", printed("sam.py")))
     assert 0.1 < flat < 0.85 * plain
 
 
-# --- MAML ---
 def test_maml_learns_to_learn() -> None:
     losses = column(printed("maml.py"), "steps")
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 3
 
 
-# --- MeanFlow ---
-# --- ensembles ---
 def test_the_ensemble_is_better_than_its_members() -> None:
     output = printed("ensemble.py")
     single, ensemble = (float(x) for x in re.search(r"a member ([\d.]+), the ensemble ([\d.]+)", output).groups())
@@ -525,7 +514,6 @@ def test_hypergradients_lead_to_a_better_validation_loss() -> None:
     assert losses[2] < losses[0] - 0.05
 
 
-# --- gradients through training ---
 @seldom
 def test_mislabelled_samples_are_found() -> None:
     """Most of them; the metagradient predicts a small change, and the loss without them is lower."""
@@ -548,7 +536,6 @@ def test_learnt_rates_lower_the_loss() -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-# --- influence functions ---
 @seldom
 def test_influence_is_that_of_leaving_out() -> None:
     """Predicted ranks are those of retraining."""
@@ -559,7 +546,6 @@ def test_influence_is_that_of_leaving_out() -> None:
     assert min(found[1]) > 0.6  # of the damping that fits the length of training
 
 
-# --- dp_sgd ---
 @seldom
 def test_private_training_learns() -> None:
     """The loss falls, and what is spent grows."""

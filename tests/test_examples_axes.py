@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +13,10 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom, seldom
-from ranks import Pool, launch, real_ranks
+from ranks import Pool, launch, mesh_of, real_ranks
+from test_examples import EXAMPLES, losses
 from test_memory import Peak
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -24,51 +24,29 @@ import funshard as fs
 from funshard import collectives as c
 from funshard.collectives import Mesh
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
-import moe  # noqa: E402
-import tensor_parallel  # noqa: E402
+import moe
+import tensor_parallel
 
 Tree = dict[str, Tensor]
 BATCH, SEQ = 2, 8
 TINY = {"layers": 2, "dim": 8, "heads": 4, "kv_heads": 4, "hidden": 12}
+needs_moe = pytest.mark.skipif(not importlib.util.find_spec("transformers.integrations.moe"), reason="an older transformers")
 
 
-def bind(sizes: dict[str, int]) -> Any:
-    """A mesh of this process's ranks."""
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def gradient_of_mean(model: nn.Module, full: Tree, batches: list[tuple[Any, ...]], seeds: list[int]) -> Tree:
-    """In one process: of the mean over ranks of the model's loss, its random numbers drawn by these seeds."""
-
-    def loss(params: Tree) -> Tensor:
-        values = []
-        for batch, seed in zip(batches, seeds, strict=True):
-            torch.manual_seed(seed)
-            values.append(torch.func.functional_call(model, params, batch))
-        return torch.stack(values).mean()
-
-    return torch.func.grad(loss)(full)
-
-
-def check(found: Tree, norm: Tensor, want: Tree, **tolerance: float) -> None:
-    tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-11}
-    torch.testing.assert_close(found, want, **tolerance)
-    torch.testing.assert_close(norm, torch.stack([g.norm() for g in want.values()]).norm(), **tolerance)
-
-
-def losses(output: str) -> list[float]:
-    """What progress lines say."""
-    return [float(x) for x in re.findall(r"^step .* loss ([\d.]+)", output, re.MULTILINE)]
+def check(grads: fs.Params, spec: fs.PartitionSpec, want: Tree) -> None:
+    """Whole gradients, and the norm of all ranks' slices."""
+    tolerance = {"rtol": 1e-9, "atol": 1e-11}
+    torch.testing.assert_close(fs.unshard(grads, spec), want, **tolerance)
+    norm = torch.stack([g.norm() for g in want.values()]).norm()
+    torch.testing.assert_close(fs.optim.global_norm(grads, spec), norm, **tolerance)
 
 
 # --- tensor parallel ---
-def llama(**options: Any) -> tuple[nn.Module, Tree]:
-    """A model, by default the whole one, and its parameters."""
+def llama(**options: Any) -> nn.Module:
+    """A model, by default the whole one."""
     torch.manual_seed(0)
-    model = tensor_parallel.Llama(**TINY, **options).double()
-    return model, {name: p.detach() for name, p in model.named_parameters()}
+    return tensor_parallel.Llama(**TINY, **options).double()
 
 
 def tokens(sizes: Mapping[str, int]) -> Tensor:
@@ -76,19 +54,6 @@ def tokens(sizes: Mapping[str, int]) -> Tensor:
     torch.manual_seed(1)
     x = torch.randint(256, (*(1 if name == "tensor" else size for name, size in sizes.items()), 2, BATCH, SEQ))
     return x.expand(*sizes.values(), 2, BATCH, SEQ).reshape(-1, 2, BATCH, SEQ)
-
-
-def tensor_parallel_gradient(
-    mesh: Any, model: nn.Module, full: Tree, xy: Tensor, way: Mapping[str, bool], seed: int | None = None
-) -> tuple[Tree, Tensor, Tensor]:
-    """A rank's gradient as whole parameters, its norm, and the loss."""
-    spec = tensor_parallel.policy(way.get("reshard", True))(model).on(mesh)
-    split = tensor_parallel.Split(spec.axis("tensor"), way.get("sequence", False))
-    params = fs.shard(full, spec)
-    if seed is not None:  # simulated ranks have no seeds of their own
-        torch.manual_seed(seed)
-    grads, value = fs.grad_and_value(lambda p: fs.functional_call(model, p, (xy[0], xy[1], split), spec=spec))(params)
-    return fs.unshard(grads, spec), fs.optim.global_norm(grads, spec), fs.collectives.sum_over(value, spec.bound_mesh)
 
 
 WAYS = [{}, {"sequence": True}, {"sequence": True, "reshard": False}]
@@ -99,12 +64,17 @@ MESHES = [{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"shard": 4, "te
 @each(way=WAYS, sizes=MESHES)
 @real_ranks(4)
 def test_tensor_parallel_on_four_ranks(rank: int, sizes: dict[str, int], way: dict[str, bool]) -> None:
-    (whole, full), xys = llama(), tokens(sizes)
+    whole, model, xys = llama(), llama(parts=sizes["tensor"]), tokens(sizes)
     grid, at = torch.arange(len(xys)).view(*sizes.values()), [*sizes].index("tensor")
     seeds = grid.narrow(at, 0, 1).expand(grid.shape).flatten().tolist()  # of the first rank along "tensor"
-    want = gradient_of_mean(whole, full, [(xy[0], xy[1]) for xy in xys], seeds)
-    model, _ = llama(parts=sizes["tensor"])
-    check(*tensor_parallel_gradient(bind(sizes), model, full, xys[rank], way, seeds[rank])[:2], want)
+
+    def loss(call: Any, xy: Tensor) -> Tensor:
+        torch.manual_seed(seeds[rank])
+        axis = call.axis("tensor")
+        return call(*xy, *(() if axis is None else (tensor_parallel.Split(axis, way.get("sequence", False)),)))
+
+    spec = tensor_parallel.policy(way.get("reshard", True))(model).on(mesh_of(**sizes))
+    fs.testing.assert_exact(loss, whole, spec, xys[rank], local=model)
 
 
 LEARN: dict[str, tuple[str, list[tuple[int, str]], float]] = {
@@ -149,7 +119,7 @@ def moe_rank(rank: int, sizes: dict[str, int], tokens: int, balance: float) -> l
     (whole, full), (model, _) = experts(), experts(sizes["expert"])
     torch.manual_seed(1)
     xys = torch.randint(256, (torch.Size(sizes.values()).numel(), 2, 1, tokens))
-    spec = moe.policy()(model).on(bind(sizes))
+    spec = moe.policy()(model).on(mesh_of(**sizes))
     seen, run = [], moe.run_experts
 
     def watched(rows: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
@@ -164,12 +134,13 @@ def moe_rank(rank: int, sizes: dict[str, int], tokens: int, balance: float) -> l
     with mock.patch.object(moe, "run_experts", watched):
         grads = fs.grad(loss)(params)
     joined = (xys[:, 0, 0], xys[:, 1, 0], moe.ALONE, balance)
-    check(fs.unshard(grads, spec), fs.optim.global_norm(grads, spec), gradient_of_mean(whole, full, [joined], [0]))
+    of_joined = torch.func.grad(lambda p: torch.func.functional_call(whole, p, joined))
+    check(grads, spec, of_joined(full))
     direction = {name: p.cos() for name, p in full.items()}
     with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
         product = fs.hvp(loss, params, fs.shard(direction, spec))
-        want = torch.func.jvp(lambda p: gradient_of_mean(whole, p, [joined], [0]), (full,), (direction,))[1]
-    check(fs.unshard(product, spec), fs.optim.global_norm(product, spec), want)
+        want = torch.func.jvp(of_joined, (full,), (direction,))[1]
+    check(product, spec, want)
     return seen
 
 
@@ -197,9 +168,7 @@ class Double(TorchFunctionMode):
         return func(*args, **kwargs) if func is not Tensor.float else args[0].double()
 
 
-def mixtral_rank(rank: int, sizes: dict[str, int]) -> None:
-    """Compare a rank's gradient with that of the whole model."""
-    import mixtral
+def whole_mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
@@ -207,51 +176,48 @@ def mixtral_rank(rank: int, sizes: dict[str, int]) -> None:
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         num_local_experts=8, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5, use_cache=False,
     )  # fmt: skip
-    whole = MixtralForCausalLM(config).double()
+    return MixtralForCausalLM(config)
+
+
+def mixtral_rank(rank: int, sizes: dict[str, int]) -> None:
+    """Compare a rank's gradient with that of the whole model."""
+    import mixtral
+
+    whole = whole_mixtral().double()
     whole.config._experts_implementation = "eager"  # its default takes no float64
-    full = {name: p.detach() for name, p in whole.named_parameters()}
     torch.manual_seed(1)
     xs = torch.randint(64, (torch.Size(sizes.values()).numel(), 1, 6))
-    mesh = fs.collectives.Mesh.of(bind(sizes))
+    mesh = fs.collectives.Mesh.of(mesh_of(**sizes))
     model = mixtral.split_experts(whole, mesh["expert"])
-    assert [name for name, _ in model.named_parameters()] == [*full]
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
     spec = mixtral.policy()(model).on(mesh)
-    params = fs.shard(whole, spec)
-
-    def whole_loss(params: Tree) -> Tensor:
-        outputs = [torch.func.functional_call(whole, params, (x,), {"labels": x}) for x in xs]
-        return torch.stack([output.loss for output in outputs]).mean()
-
     with Double():
-        want = torch.func.grad(whole_loss)(full)
-        grads = fs.grad(lambda p: fs.functional_call(model, p, (xs[rank],), {"labels": xs[rank]}, spec=spec).loss)(params)
-    check(fs.unshard(grads, spec), fs.optim.global_norm(grads, spec), want)
+        fs.testing.assert_exact(lambda call, x: call(x, labels=x).loss, whole, spec, xs[rank], local=model)
 
 
+@needs_moe
 @at_most(1)
 @each(sizes=mark_seldom(MOE_MESHES[:3], *MOE_MESHES[:2]))
 def test_mixtral_on_four_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
-    pytest.importorskip("transformers.integrations.moe")
     gloo4.run(mixtral_rank, sizes)
 
 
+@needs_moe
 def test_mixtral_on_one_rank(alone: Pool) -> None:
-    pytest.importorskip("transformers.integrations.moe")
     alone.run(mixtral_rank, {"expert": 1, "shard": 1})
 
 
 def mixtral_files(rank: int, folder: str) -> None:
     """What save_pretrained wrote, read into pieces, and what they export, read by transformers, are the same bits."""
     import mixtral
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import MixtralForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    whole = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_key_value_heads=2, **sizes))
+    whole = whole_mixtral()
     if rank == 0:
         whole.save_pretrained(f"{folder}/given")
     torch.distributed.barrier()
     loaded = MixtralForCausalLM.from_pretrained(f"{folder}/given")
-    mesh = fs.collectives.Mesh.of(bind({"expert": 2, "shard": 2}))
+    mesh = fs.collectives.Mesh.of(mesh_of(expert=2, shard=2))
     model = mixtral.split_experts(loaded, mesh["expert"])
     spec = mixtral.policy()(model).on(mesh)
     params = fs.shard(loaded, spec)
@@ -266,8 +232,8 @@ def mixtral_files(rank: int, folder: str) -> None:
     assert all(torch.equal(read[key], p) for key, p in params.items())
 
 
+@needs_moe
 def test_mixtral_files_have_whole_experts(gloo4: Pool, tmp_path: Path) -> None:
-    pytest.importorskip("transformers.integrations.moe")
     pytest.importorskip("safetensors")
     gloo4.run(mixtral_files, str(tmp_path))
 
@@ -289,7 +255,7 @@ class Parallel(nn.Module):
 
 def split(width: int, hidden: int, reshard: bool) -> tuple[nn.Module, nn.Module, fs.PartitionSpec, c.Axis, tuple[int, int]]:
     """A plain MLP, this rank's part of it, the spec of that, the other axis, and where this rank is."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    grid = mesh_of(shard=2, tp=2)
     tp = Mesh.of(grid)["tp"]
     at = grid.get_local_rank("shard"), grid.get_local_rank("tp")
     plain = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width, bias=False)).double()
@@ -350,7 +316,7 @@ def test_clip_grad_norm_2d(rank: int, p: float) -> None:
 def refuse(rank: int, folder: str) -> list[str]:
     """Norms and checkpoints over one axis of a mesh, whose other axis splits the model: the errors."""
     _, model, spec, _, at = split(5, 34, reshard=True)
-    own = spec.on(init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))["shard"])
+    own = spec.on(mesh_of(shard=2, tp=2)["shard"])
     params = fs.shard(model, own)
     fs.functional_call(model, params, (torch.ones(2, 5, dtype=torch.float64),), spec=own)  # which says nothing of the others
     said = []
@@ -403,8 +369,7 @@ def batches(sizes: Mapping[str, int]) -> Tensor:
 
 def expected(sizes: Mapping[str, int], direction: Tree | None = None) -> Tree:
     """In one process, without stages or micro-batches: the gradient, or its derivative in a direction."""
-    model = gpt()
-    full = {name: p.detach() for name, p in model.named_parameters()}
+    model, full = gpt(), whole_params()
     x, y = batches(sizes)[: sizes["shard"]].transpose(0, 1).flatten(1, 3)
 
     def loss(params: Tree) -> Tensor:
@@ -422,32 +387,24 @@ def along() -> Tree:
     return {name: p.cos() for name, p in whole_params().items()}
 
 
-def derivatives(mesh: Any, xy: Tensor, model: example.GPT, full: Tree, direction: Tree) -> list[tuple[Tree, Tensor]]:
-    """A rank's gradient and Hessian-vector product of the whole pipeline, and their norms."""
-    spec = example.policy()(model).on(mesh)
-    params, tangent = fs.shard(full, spec), fs.shard(direction, spec)
-
-    def loss(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (example.spmd, xy[0], xy[1], spec.axis("stage")), spec=spec)
-
-    with sdpa_kernel(SDPBackend.MATH):
-        trees = fs.grad(loss)(params), fs.hvp(loss, params, tangent)
-    return [(fs.unshard(tree, spec), fs.optim.global_norm(tree, spec)) for tree in trees]
-
-
 STAGES = [{"stage": 2, "shard": 2}, {"stage": 4, "shard": 1}, {"stage": 1, "shard": 4}, {"shard": 2, "stage": 2}]
 
 
 def on_ranks(rank: int, sizes: dict[str, int]) -> int:
     """Both schedules; the most micro-batches whose activations a rank keeps in 1F1B."""
-    mesh = bind(sizes)
+    mesh = mesh_of(**sizes)
     xy = batches({"stage": sizes["stage"], "shard": sizes["shard"]})[mesh.get_local_rank("shard")]
     model = gpt(sizes["stage"])
-    (grads, norm), (product, length) = derivatives(mesh, xy, model, whole_params(), along())
-    want = expected(sizes)
-    check(grads, norm, want)
-    check(product, length, expected(sizes, along()))
     spec = example.policy()(model).on(mesh)
+    params, tangent = fs.shard(whole_params(), spec), fs.shard(along(), spec)
+
+    def loss(params: fs.Params) -> Tensor:
+        return fs.functional_call(model, params, (example.spmd, xy[0], xy[1], spec.axis("stage")), spec=spec)
+
+    want = expected(sizes)
+    with sdpa_kernel(SDPBackend.MATH):
+        check(fs.grad(loss)(params), spec, want)
+        check(fs.hvp(loss, params, tangent), spec, expected(sizes, along()))
     kept = most = 0
     run_stage, backward = example.run_stage, torch.autograd.grad
 
@@ -464,7 +421,7 @@ def on_ranks(rank: int, sizes: dict[str, int]) -> int:
     with mock.patch.object(example, "run_stage", counted_stage), mock.patch("torch.autograd.grad", counted_backward):
         shards, value = example.one_f_one_b(model, fs.shard(gpt(), spec), xy[0], xy[1], spec.axis("stage"), spec)
     assert kept == 0
-    check(fs.unshard(shards, spec), fs.optim.global_norm(shards, spec), want)
+    check(shards, spec, want)
     assert (value > 0) == (mesh.get_local_rank("stage") == sizes["stage"] - 1)
     return most
 
@@ -488,7 +445,7 @@ def test_both_schedules_on_two_ranks(gloo2: Pool) -> None:
 def test_peak_of_1f1b_does_not_grow_with_micro_batches(rank: int) -> None:
     """That of the pipeline as one function does; both on one of two stages, for 4, 8 and 16 micro-batches."""
     model, peaks = example.GPT(2, DIM, 2, 32, 2), []
-    spec = example.policy()(model).on(bind({"stage": 2, "shard": 1}))
+    spec = example.policy()(model).on(mesh_of(stage=2, shard=1))
     params, axis = fs.shard(example.GPT(2, DIM, 2, 32), spec), spec.axis("stage")
     for count in (4, 8, 16):
         x = torch.randint(256, (count, 4, 32))
@@ -508,7 +465,7 @@ def test_each_unit_is_gathered_and_reduced_once_a_step(schedule: str, count: int
     """For any number of micro-batches; what they send besides are their results, and cotangents."""
     with world(4):
         model = gpt(2)
-        spec = example.policy()(model).on(bind({"stage": 2, "shard": 2}))
+        spec = example.policy()(model).on(mesh_of(stage=2, shard=2))
         params = {unit.key: torch.zeros(spec.shard_numel(unit)).double() for unit in spec}
         axis, x = spec.axis("stage"), torch.randint(256, (count, BATCH, SEQ))
         with Collectives() as sent:

@@ -254,7 +254,9 @@ def test_dtypes(rank: int) -> None:
 
 
 def over_each(mesh: Mesh, x: Tensor) -> list[Tensor]:
-    return [c.permute(x, mesh["a"]), c.permute(x, mesh["b"], perm=[(1, 0)]), c.all_to_all(x, mesh["a"])]
+    a, b = mesh["a"], mesh["b"]
+    exchanged = [c.permute(x, a), c.permute(x, b, perm=[(1, 0)]), c.all_to_all(x, a)]
+    return [*exchanged, c.gather_slices(x[:1], a), c.gather_slices(x[:1], b)]
 
 
 @real_ranks(4)
@@ -264,6 +266,8 @@ def test_axes_are_independent(rank: int) -> None:
     simulated = fs.testing.spmd(over_each, {"a": 2, "b": 2})(x)
     assert simulated[0][:, 0].tolist() == [2, 3, 0, 1]
     assert simulated[1][:, 0].tolist() == [1, 0, 3, 0]
+    assert simulated[3].tolist() == [[0, 2], [1, 3]] * 2
+    assert simulated[4].tolist() == [[0, 1]] * 2 + [[2, 3]] * 2
     for got, want in zip(over_each(Mesh.of(mesh_of(a=2, b=2)), x[rank]), simulated, strict=True):
         assert torch.equal(got, want[rank])
 

@@ -16,7 +16,7 @@ from collective_log import gathers, scatters, step, world
 from depth import at_most, each, every, mark_seldom, seldom
 from fuzz_cases import Case, mirrored, on_real_ranks
 from hosted import elsewhere
-from models import EXACT, refused
+from models import EXACT, module_class, refused
 from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
 from peer_models import MLP, Block, Chunked, Net, Transformer
 from ranks import Pool, mesh_of, real_ranks
@@ -162,19 +162,16 @@ def test_units_inside_of_a_group() -> None:
         assert Counter(sent.backward) == Counter(again + scatters(spec, *keys(spec)))
 
 
-class Recurrent(nn.Module):
-    """Two blocks in a loop, of which the loss may leave out the last outputs."""
+def in_a_loop(self: Any, x: Tensor) -> Tensor:
+    kept = self.a(x)
+    for _ in range(2):
+        x = self.b(self.a(x))
+    self.b(x)
+    return kept + x
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = MLP(5), MLP(5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        kept = self.a(x)
-        for _ in range(2):
-            x = self.b(self.a(x))
-        self.b(x)
-        return kept + x
+Recurrent = module_class("Recurrent", lambda: {"a": MLP(5), "b": MLP(5)}, in_a_loop)
+"""Two blocks in a loop, of which the loss may leave out the last outputs."""
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -225,25 +222,15 @@ SPECS: dict[str, Callable[[], fs.Policy]] = {
 }
 
 
-def check_training(rank: int, name: str, way: str, mesh: Any) -> None:
+@at_most(2)
+@each(ranks=[2, 4], way=MAIN_WAYS, name=SPECS)
+@real_ranks(lambda ranks: ranks)
+def test_train_parity(rank: int, ranks: int, name: str, way: str) -> None:
+    """Losses, gradients and parameters of a transformer on two real ranks, and on a mesh of two axes."""
     model = Transformer(3, tied=name == "tied")
     model.layers[1].norm1.requires_grad_(name != "units inside")
-    check_parity(rank, model, SPECS[name]()(model).on(mesh), tokens, next_token, way=way)
-
-
-@at_most(1)
-@each(way=MAIN_WAYS, name=SPECS)
-@real_ranks(2)
-def test_train_parity(rank: int, name: str, way: str) -> None:
-    """Losses, gradients and parameters of a transformer on two real ranks."""
-    check_training(rank, name, way, mesh_of(2))
-
-
-@pytest.mark.parametrize("name", mark_seldom(["shard", "remat", "tied"], "remat"))
-@real_ranks(4)
-def test_train_parity_with_replicas(rank: int, name: str) -> None:
-    """The same on a mesh of two axes."""
-    check_training(rank, name, "fs", mesh_of(2, 2))
+    spec = SPECS[name]()(model).on(mesh_of(2) if ranks == 2 else mesh_of(2, 2))
+    check_parity(rank, model, spec, tokens, next_token, way=way)
 
 
 HIGHER = ["fs.grad", "jvp", "hvp", "grad of grad", "double backward", "vjp"]
@@ -325,17 +312,14 @@ def test_groups_at_rest_in_a_codec(rank: int, p: P, name: str, way: str, checked
 
 
 # --- ranks that compare what they send ---
-class Choice(nn.Module):
-    """Two groups of two, of which the caller chooses some modules."""
+def in_order(self: Any, x: Tensor, order: tuple[int, ...]) -> Tensor:
+    for i in order:
+        x = self.blocks[i](x)
+    return x
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(MLP(5) for _ in range(4))
 
-    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
-        for i in order:
-            x = self.blocks[i](x)
-        return x
+Choice = module_class("Choice", lambda: {"blocks": nn.ModuleList(MLP(5) for _ in range(4))}, in_order)
+"""Two groups of two, of which the caller chooses some modules."""
 
 
 def choose(rank: int, p: P, *orders: tuple[int, ...]) -> tuple[Callable[[fs.Params], Tensor], fs.Params]:

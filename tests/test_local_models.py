@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, seldom
-from models import refused
+from models import module_class, refused
 from ranks import mesh_of, real_ranks
 from test_local import Setting, check, objective, of_rank
-from test_local_training import Tree, norm
+from test_local_training import Tree, tied
 from torch import Tensor, nn
 
 import funshard as fs
 from funshard import P, averaging, policies
 from funshard.collectives import Axis
+from funshard.testing._exact import ModelCall
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "shard": {"axis": "shard"},
@@ -65,36 +66,26 @@ DROPOUT_OPTIONS = [OPTIONS[name] for name in ("shard", "recomputed", "replicated
 @each(options=DROPOUT_OPTIONS, sizes=[{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"tensor": 1, "shard": 4}])
 @real_ranks(4)
 def test_dropout(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
-    """Masks differ on all ranks, or on those that have other rows; the reference draws the same ones."""
+    """Masks differ on all ranks, or on those that have other rows; the whole model draws the same ones."""
     torch.manual_seed(0)
-    whole = Dropped().double()
-    full = {name: p.detach() for name, p in whole.named_parameters()}
-    local = Dropped(sizes["tensor"]).double()
+    whole, local = Dropped().double(), Dropped(sizes["tensor"]).double()
     names = {"up.*": 0, "down.weight": 1}
-    spec = fs.policies.by_path({"": fs.P(**options, local={"tensor": names})})(local)
-    spec = spec.on(mesh_of(**sizes))
-    axis, at = spec.axis("tensor"), spec.bound_mesh["shard"].rank
-    xs = torch.randn(sizes["shard"], ROWS, FEATURES, dtype=torch.float64)
-    seeds = [([100 * group + part for part in range(sizes["tensor"])], 7 + group) for group in range(sizes["shard"])]
+    spec = fs.policies.by_path({"": fs.P(**options, local={"tensor": names})})(local).on(mesh_of(**sizes))
+    at = spec.bound_mesh["shard"].rank
+    x, seeds = torch.randn(sizes["shard"], ROWS, FEATURES)[at].double(), [100 * at + part for part in range(sizes["tensor"])]
 
-    def loss(params: Tree) -> Tensor:
-        columns, shared = seeds[at]
-        mine = [columns[axis.rank]], shared
-        return objective(fs.functional_call(local, params, (xs[at], mine, axis), spec=spec))
+    def loss(call: ModelCall, x: Tensor) -> Tensor:
+        axis = call.axis("tensor")
+        return objective(call(x, (seeds if axis is None else [seeds[axis.rank]], 7 + at), axis))
 
-    def mean(params: Tree) -> Tensor:
-        values = [objective(torch.func.functional_call(whole, params, (x, seed))) for x, seed in zip(xs, seeds, strict=True)]
-        return torch.stack(values).mean()
+    def sharded(params: Tree, x: Tensor) -> Tensor:
+        return loss(ModelCall(lambda *args: fs.functional_call(local, params, args, spec=spec), spec), x)
 
-    params = fs.shard(full, spec)
-    direction = {name: p.cos() for name, p in full.items()}
-    found = [fs.grad(loss)(params), torch.func.grad(loss)(params), fs.hvp(loss, params, fs.shard(direction, spec))]
-    found.append(fs.accumulate(lambda p, _: loss(p), params, [0, 0], spec=spec)[0])
-    want = torch.func.grad(mean)(full)
-    for tree, of_one in zip(found, (want, want, fs.hvp(mean, full, direction), want), strict=True):
-        for name, got in fs.unshard(tree, spec).items():
-            torch.testing.assert_close(got, of_one[name], rtol=1e-9, atol=1e-11)
-        torch.testing.assert_close(fs.optim.global_norm(tree, spec), norm(of_one))
+    fs.testing.assert_exact(loss, whole, spec, x, local=local, order=2)
+    params = fs.shard(dict(whole.named_parameters()), spec)
+    grads = fs.grad(sharded)(params, x)
+    for got in (torch.func.grad(sharded)(params, x), fs.accumulate(sharded, params, [x, x], spec=spec)[0]):
+        torch.testing.assert_close(got, grads)
 
 
 class Layers(nn.Module):
@@ -117,29 +108,16 @@ class Layers(nn.Module):
 def test_dropout_and_buffers_of_shared_activations(rank: int, compile: Any) -> None:
     """Gradients and running statistics of one process, where ranks are seeded by their coordinates on the other axes."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own reads
-    torch.manual_seed(0)
     whole, local = Layers().double(), Layers(2).double()
-    full = {name: p.detach() for name, p in whole.named_parameters()}
     spec = fs.policies.whole(fs.P("shard", local={"tensor": {"up.*": 0, "down.weight": 1}}, compile=compile))(local)
     spec = spec.on(mesh_of(shard=2, tensor=2))
-    at, xs = spec.bound_mesh["shard"].rank, torch.randn(2, 6, 4, dtype=torch.float64)
+    at = spec.bound_mesh["shard"].rank
 
-    def run(model: nn.Module, shard: int, call: Callable[[Tree], Tensor]) -> tuple[Tensor, Tree]:
-        torch.manual_seed(100 + shard)
-        own = {name: b.clone() for name, b in model.named_buffers()}
-        return call(own).square().sum(), own
+    def loss(call: ModelCall, x: Tensor) -> Tensor:
+        torch.manual_seed(100 + at)
+        return call(x, call.axis("tensor")).square().sum()
 
-    def sharded(p: Tree) -> tuple[Tensor, Tree]:
-        args = xs[at], spec.axis("tensor")
-        return run(local, at, lambda own: fs.functional_call(local, p, args, spec=spec, buffers=own))
-
-    def plain(p: Tree, shard: int) -> tuple[Tensor, Tree]:
-        return run(whole, shard, lambda own: torch.func.functional_call(whole, {**p, **own}, (xs[shard],)))
-
-    grads, (_, new) = fs.grad_and_value(sharded, has_aux=True)(fs.shard(full, spec))
-    want = torch.func.grad(lambda p: (plain(p, 0)[0] + plain(p, 1)[0]) / 2)(full)
-    torch.testing.assert_close(fs.unshard(grads, spec), want, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(new, plain(full, at)[1])
+    fs.testing.assert_exact(loss, whole, spec, torch.randn(2, 6, 4)[at].double(), local=local)
 
 
 # --- buffers ---
@@ -311,13 +289,6 @@ def test_averages_keep_pieces_apart(rank: int) -> None:
             torch.testing.assert_close(got, {name: x + 0.5 for name, x in before.items()})
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.b.weight = self.a.weight
-
-
 TWO, INNER = SPEC.on({"tensor": 2, "shard": 1}), P("shard", local={"t": 0})
 WHOLE_IN_A_CALL = r"expected shape \[2, 2\], got \[4, 2\]; it is local over .'tensor': 0.: .*as from unshard\(whole=False\)"
 OF_PIECES = r"parameter 'weight' of unit '.*': expected shape \[4, 2\], got \[2, 2\]; .*the whole is expected"
@@ -342,7 +313,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
         for globs in ({"*": 1, "weight": 0}, {"weight": 0, "*": 1})},
     "a weight tied to one outside": (
         r"'a.weight', also \['b.weight'\], is in unit '', above all its uses, .* of 'b' says",
-        lambda: fs.by_path({"b": INNER})(Tied())),
+        lambda: fs.by_path({"b": INNER})(tied())),
 }  # fmt: skip
 
 
@@ -358,7 +329,7 @@ def test_what_is_no_piece_is_as_ever() -> None:
     assert averaging.average_buffers({"mean": torch.zeros(2)}, TWO, axes="shard")
     assert fs.shard(PIECES, SPEC.on({"tensor": 1, "shard": 1}))
     policies.whole(P(local={"t": {"*": 0, "weight": 0}}))(nn.Linear(2, 2, bias=False))
-    (unit,) = fs.by_path({"": INNER, "b": INNER})(Tied())
+    (unit,) = fs.by_path({"": INNER, "b": INNER})(tied())
     assert unit.local_axes == ("t",)
 
 
@@ -369,15 +340,13 @@ def test_what_is_no_dimension(dims: Any) -> None:
         P("shard", local={"t": dims})
 
 
-class Normed(nn.Module):
-    """A linear map to channels of which each rank of "tensor" has some, and their norm."""
-
-    def __init__(self, channels: int, axes: Any) -> None:
-        super().__init__()
-        self.map, self.norm = nn.Linear(4, channels), fs.SyncBatchNorm(channels, axes=axes, track_running_stats=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.map(x)).pow(3)
+Normed = module_class(
+    "Normed",
+    lambda channels, axes: {
+        "map": nn.Linear(4, channels), "norm": fs.SyncBatchNorm(channels, axes=axes, track_running_stats=False)},
+    lambda self, x: self.norm(self.map(x)).pow(3),
+)  # fmt: skip
+"""A linear map to channels of which each rank of "tensor" has some, and their norm."""
 
 
 @pytest.mark.parametrize("axes", [None, "shard"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom, seldom
-from models import refused
+from models import module_class, refused
 from ranks import mesh_of, real_ranks
 from test_local import LAYERS, OPTIONS, Setting, batches, objective
 from torch import Tensor, nn
@@ -109,12 +109,6 @@ def found_finite(case: Rank) -> None:
     torch.testing.assert_close(params, case.params, rtol=0, atol=0)
 
 
-def averaged(case: Rank) -> None:
-    """Averages never mix the pieces of ranks."""
-    drift = {key: p + 0.25 for key, p in case.params.items()}
-    case.check(fs.averaging.average(drift, case.spec), fs.unshard(drift, case.spec))
-
-
 def check_training(case: Rank, want: Tree, theirs: torch.optim.Optimizer, update: Any, params: Tree, state: Any) -> Any:
     """Check that parameters after a step for each batch are those of one process; return the state."""
     for i in range(MICRO):
@@ -147,7 +141,6 @@ CHECKS: dict[str, Callable[[Rank], None]] = {
     "update_in_backward": updated_in_backward,
     "clip": clipped,
     "finite": found_finite,
-    "average": averaged,
     "gather_full": gathered,
 }
 MESHES = [{"shard": 2, "tensor": 2}, {"expert": 2, "shard": 2}, {"tensor": 2, "expert": 2}, {"replicate": 2, "expert": 2}]
@@ -516,36 +509,30 @@ def test_uneven_batches() -> None:
         torch.testing.assert_close(g, want[name].expand_as(g), rtol=1e-9, atol=1e-11)
 
 
-class Tied(nn.Module):
+def twice(self: Any, x: Tensor, axis: Any = None) -> Tensor:
+    for layer in (self.a, self.b):
+        x = layer(x).tanh()
+        x = x if axis is None else fs.collectives.gather_slices(x.T.contiguous(), axis, reduce="sum").T
+    return x
+
+
+def tied(ranks: int = 1) -> nn.Module:
     """Two column-parallel maps of one weight."""
-
-    def __init__(self, ranks: int = 1) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8 // ranks, bias=False), nn.Linear(8, 8 // ranks, bias=False)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor, axis: Any = None) -> Tensor:
-        for layer in (self.a, self.b):
-            x = layer(x).tanh()
-            x = x if axis is None else fs.collectives.gather_slices(x.T.contiguous(), axis, reduce="sum").T
-        return x
+    model = module_class("Tied", lambda: {name: nn.Linear(8, 8 // ranks, bias=False) for name in "ab"}, twice)()
+    model.b.weight = model.a.weight
+    return model
 
 
 @pytest.mark.parametrize("globs", [0, {"a.weight": 0}, {"b.weight": 0}], ids=str)
 def test_tied_pieces(globs: Any) -> None:
     """A glob may match either name of a tied weight; globs that disagree are refused."""
-    whole, local = Tied().double(), Tied(2).double()
-    full = {name: p.detach() for name, p in whole.named_parameters()}
+    whole, local = tied().double(), tied(2).double()
     spec = fs.policies.whole(P("shard", local={"tensor": globs}))(local)
     batch = torch.randn(2, 1, 5, 8, dtype=torch.float64).expand(2, 2, 5, 8).flatten(0, 1)
 
-    def rank(mesh: Any, x: Tensor) -> Tree:
-        on = spec.on(mesh)
-        loss = lambda p: objective(fs.functional_call(local, p, (x, on.axis("tensor")), spec=on))  # noqa: E731
-        return fs.unshard(fs.grad(loss)(fs.shard(full, on)), on)
+    def loss(call: Any, x: Tensor) -> Tensor:
+        return objective(call(x, call.axis("tensor")))
 
-    found = fs.testing.spmd(rank, {"shard": 2, "tensor": 2})(batch)["a.weight"]
-    mean = torch.func.grad(lambda p: torch.stack([objective(torch.func.functional_call(whole, p, (x,))) for x in batch]).mean())
-    torch.testing.assert_close(found, mean(full)["a.weight"].expand_as(found), rtol=1e-9, atol=1e-11)
+    fs.testing.assert_exact(loss, whole, spec.on({"shard": 2, "tensor": 2}), batch, local=local)
     with pytest.raises(ValueError, match=r"for its names .'a.weight', 'b.weight'.: expected one dimension"):
         fs.policies.whole(P(local={"tensor": {"a.*": 0, "b.*": 1}}))(local)

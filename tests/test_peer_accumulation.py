@@ -6,7 +6,6 @@ place of their units' shards: neither gathered nor reduced. `reduce_grads` reduc
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import Counter
 from typing import Any, NamedTuple
@@ -15,11 +14,23 @@ import pytest
 import torch
 from collective_log import Collectives, gathers, reduce, scatters, world
 from depth import at_most, depth, each, every
-from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, shards_of, squared, squared_loss, step_with
-from peer_models import MLP, chain, fsdp1
+from models import module_class
+from parity import (
+    MAIN_WAYS,
+    STRATEGIES,
+    WAYS,
+    numbers,
+    plain_call,
+    same,
+    sharded_call,
+    shards_of,
+    squared,
+    squared_loss,
+    step_with,
+)
+from peer_models import MLP, chain, fsdp2
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.testing import assert_close
 
 import funshard as fs
@@ -141,22 +152,17 @@ def test_no_sync_gathered_for_each_micro_batch(way: str, reshard: bool) -> None:
 @pytest.mark.parametrize(("shape", "partial"), [((4,), False), ((2, 2), False), ((2, 2), True)])
 @real_ranks(4)
 def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, reshard: bool, partial: bool, way: str) -> None:
-    """Losses of every micro-batch, gradients and parameters as FSDP2's in the same mode, and as plain autograd's."""
+    """Losses of every micro-batch, gradients and parameters as FSDP2's in the same mode."""
     mesh = mesh_of(*shape)
     held = MODES[mode]
-    model, peer = sequence(), sequence()
-    peer.load_state_dict(model.state_dict())
-    for module in (*peer[1:], peer):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    model = sequence()
+    peer = fsdp2(copy.deepcopy(model), MLP, mesh=mesh, reshard_after_forward=reshard)
     spec, params = shards_of(fs.by_type(MLP, p=P("shard", reshard=reshard)), model, mesh)
-    plain = copy.deepcopy(model)
-    of_all = params.values(), peer.parameters(), plain.parameters()
-    ours, theirs, by_hand = (torch.optim.Adam(tensors, lr=1e-2) for tensors in of_all)
+    ours, theirs = (torch.optim.Adam(tensors, lr=1e-2) for tensors in (params.values(), peer.parameters()))
     for step in range(depth(1, 2)):
         batches = [numbers(rank, 10 * step + i) for i in range(MICRO)]
         got = accumulate(model, spec, params, batches, held, way, partial)
         theirs.zero_grad()
-        by_hand.zero_grad(set_to_none=False)
         for i, x in enumerate(batches):
             last = i == MICRO - 1
             for key in (ROOT, *MLPS):
@@ -166,14 +172,10 @@ def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, res
             loss = squared(plain_call(peer), x)
             loss.backward()
             assert_close(got.losses[i], loss.detach())
-        for i in range(MICRO):
-            for r in range(4):
-                (squared(plain_call(plain), numbers(r, 10 * step + i)) / 4).backward()
         expected = {name: p.grad.full_tensor() for name, p in peer.named_parameters()}
         full = fs.unshard(got.grads, spec)
         same(full, expected, f"gradient at step {step}")
-        same(full, {name: p.grad for name, p in plain.named_parameters()}, f"gradient by hand at step {step}")
-        step_with(got.grads, params, ours, theirs, by_hand)
+        step_with(got.grads, params, ours, theirs)
     same(fs.unshard(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
 
 
@@ -212,11 +214,6 @@ def test_1f1b_microbatching(rank: int) -> None:
 
 
 # --- FSDP1's no_sync ---
-STRATEGIES = {
-    "FULL_SHARD": (P("shard"), ShardingStrategy.FULL_SHARD),
-    "SHARD_GRAD_OP": (P("shard", reshard=False), ShardingStrategy.SHARD_GRAD_OP),
-    "NO_SHARD": (P(), None),  # which FSDP1 deprecates
-}
 PATTERNS = ["iiioooiii", "oio", "oioioi"]
 """``i`` is an iteration inside no_sync, ``o`` one outside. One more outside ends each."""
 
@@ -229,10 +226,9 @@ def permuted(rank: int, i: int) -> Tensor:
 @each(pattern=PATTERNS, strategy=STRATEGIES)
 @real_ranks(2)
 def test_grad_acc(rank: int, strategy: str, pattern: str) -> None:
-    """Iterations that are reduced and ones that are not, mixed: one backward of all batches joined, and FSDP1's gradient."""
+    """Iterations that are reduced and ones that are not, mixed: one backward of all batches joined."""
     model = sequence()
-    p, theirs = STRATEGIES[strategy]
-    spec, params = shards_of(fs.by_type(MLP, p=p), model)
+    spec, params = shards_of(fs.by_type(MLP, p=STRATEGIES[strategy]), model)
     pattern += "o"
     n = len(pattern)
     full, slices, pending = {}, {}, {}
@@ -257,17 +253,6 @@ def test_grad_acc(rank: int, strategy: str, pattern: str) -> None:
     same(grads, {name: q.grad for name, q in plain.named_parameters()}, "gradient")
     own = torch.cat([permuted(rank, i) for i in range(n)])
     assert_close(sum(losses), squared(plain, own).detach())
-    if theirs:
-        peer = fsdp1(sequence(), MLP, theirs)
-        with FullyShardedDataParallel.summon_full_params(peer), torch.no_grad():
-            for q, initial in zip(peer.parameters(), model.parameters(), strict=True):
-                q.copy_(initial)
-        for i, where in enumerate(pattern):
-            with peer.no_sync() if where == "i" else contextlib.nullcontext():
-                (squared(peer, permuted(rank, i)) / n).backward()
-        with FullyShardedDataParallel.summon_full_params(peer, with_grads=True):
-            expected = {name.replace("_fsdp_wrapped_module.", ""): q.grad.clone() for name, q in peer.named_parameters()}
-        same(grads, expected, "FSDP1's gradient")
 
 
 @every(way=MAIN_WAYS, strategy=STRATEGIES)
@@ -275,7 +260,7 @@ def test_grad_acc(rank: int, strategy: str, pattern: str) -> None:
 def test_no_sync_correctness(rank: int, strategy: str, way: str) -> None:
     """[no_sync, sync] is twice one step's gradient; before it is reduced it has the parameters' shapes and is this rank's."""
     model, x = sequence(), numbers(rank, 0)
-    spec, params = shards_of(fs.by_type(MLP, p=STRATEGIES[strategy][0]), model)
+    spec, params = shards_of(fs.by_type(MLP, p=STRATEGIES[strategy]), model)
     loss = squared_loss(model, spec, x)
     once, _ = WAYS[way](loss)(params)
     own, _ = WAYS[way](loss)(fs.unshard(params, spec))
@@ -306,11 +291,12 @@ def test_no_sync_mixed_precision(rank: int) -> None:
 
 
 # --- what is pending is a value ---
-class Outputs(nn.Linear):
-    """``test_fully_shard_pending_grad.py``: the gradient of each weight is the input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float().sum()
+Outputs = module_class(
+    "Outputs",
+    lambda n_in, n_out: {"weight": nn.Parameter(torch.randn(n_out, n_in))},
+    lambda self, x: nn.functional.linear(x, self.weight).float().sum(),
+)
+"""``test_fully_shard_pending_grad.py``: the gradient of each weight is the input."""
 
 
 ROUNDING = [
@@ -324,7 +310,7 @@ ROUNDING = [
 def test_native_accumulation_dtypes(contributions: Any, expected: dict[torch.dtype, int], dtype: torch.dtype) -> None:
     """History that is reduced stays exact in float32 beside what is pending; that rounds in the dtype that you add up in.
     The last contribution of torch's test is reduced together with what is pending, which is how it is done here."""
-    model = Outputs(1, 2, bias=False)
+    model = Outputs(1, 2)
     spec = fs.policies.whole(P("shard", precision=Precision(param=BF16), align=1))(model)
 
     def run(mesh: Mesh, _: Tensor) -> Tensor:
@@ -349,7 +335,7 @@ def test_native_accumulation_dtypes(contributions: Any, expected: dict[torch.dty
 @real_ranks(2)
 def test_native_storage_and_mutations(rank: int) -> None:
     """Pending gradients are read and changed without any collective, reduced as often as you like, and dropped."""
-    model = Outputs(2, 4, bias=False)
+    model = Outputs(2, 4)
     spec = fs.policies.whole()(model).bound
     full = fs.unshard(fs.shard(model, spec), spec)
     loss = lambda p, value: fs.functional_call(model, p, torch.full((1, 2), float(value)), spec=spec)  # noqa: E731

@@ -54,6 +54,12 @@ CLAIMS = {
         "A frozen unit is gathered again where a gradient has to go through it, and not if it is still there, as blocks.2.",
         lambda: frozen(Net(), "first", "blocks.0", "blocks.2"), fs.by_type(MLP), [":frozen", "", *BLOCKS], ["blocks.1"],
         ["", "blocks.1"]),
+    **{
+        f"test_set_reshard_after_forward, {reshard}, of blocks {others}": Claim(
+            "Each unit has its own setting: the blocks' decides the gathers in backward, the root's changes none.", Net,
+            fs.by_path({"blocks.*": P("shard", reshard=others)}, p=P("shard", reshard=reshard)), ALL,
+            BLOCKS[:-1] if others else [], ALL)
+        for reshard in (True, False) for others in (True, False)},
 }  # fmt: skip
 """By the names of torch's tests."""
 
@@ -68,18 +74,6 @@ def test_claims(name: str, size: int, way: str) -> None:
         sent = step(model, spec, way)
         assert sent.forward == gathers(spec, *claim.forward)
         assert Counter(sent.backward) == Counter(gathers(spec, *claim.again) + scatters(spec, *claim.reduced))
-
-
-@every(recurse=[True, False], reshard=[True, False])
-def test_set_reshard_after_forward(reshard: bool, recurse: bool) -> None:
-    """Each unit has its own setting: the blocks' decides the gathers in backward, the root's changes none."""
-    with world(8):
-        mine, others = P("shard", reshard=reshard), P("shard", reshard=reshard if recurse else not reshard)
-        spec = fs.by_path({"blocks.*": others}, p=mine)(Net()).bound
-        sent = step(Net(), spec)
-        again = gathers(spec, *BLOCKS[:-1]) if others.reshard else []
-        assert sent.forward == gathers(spec, "", *BLOCKS)
-        assert Counter(sent.backward) == Counter(again + scatters(spec, "", *BLOCKS))
 
 
 @every(way=WAYS, size=WORLDS)

@@ -14,29 +14,26 @@ import torch.distributed as dist
 from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
 from depth import at_most, depth, each, mark_seldom
+from models import module_class
 from parity import (
     WAYS,
     check_parity,
     next_token,
     numbers,
-    plain_call,
     same,
     sharded_call,
     shards_of,
     squared,
-    squared_loss,
     step_with,
     tokens,
 )
-from peer_models import MLP, Block, Net, Transformer
+from peer_models import MLP, Block, Net, Transformer, fsdp2
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.testing import assert_close
 
 import funshard as fs
-from funshard import P
+from funshard import P, checkpoint
 from funshard.collectives import Mesh, broadcast
 
 NAMES = ("replicate", "shard")
@@ -53,31 +50,14 @@ SETTINGS = [P("shard"), P("shard", reshard=False), P("shard", remat=True)]
 
 
 @at_most(2)
-@each(at_last=[False, True], p=SETTINGS, dim=[3, 16, 17], way=["fs", "torch.func"])
+@each(p=SETTINGS, dim=[3, 16, 17], way=["fs", "torch.func"])
 @real_ranks(4)
-def test_train_parity_hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
-    """Iterations of three micro-batches on 2 x 2, the all-reduce for each or once: plain autograd on the joined batch."""
+def test_train_parity_hsdp(rank: int, dim: int, p: P, way: str) -> None:
+    """Iterations of three micro-batches on 2 x 2. One all-reduce for all of them: test_gradient_accumulation."""
     model = uneven(dim)
-    (spec, params), plain = shards_of(fs.by_type(MLP, p=p), model, mesh_of(2, 2)), copy.deepcopy(model)
-    ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
-    axes = ["shard"] if at_last else None
-    for step in range(depth(2, 5)):
-        total: fs.Params = {}
-        for micro in range(3):
-            xs = [numbers(r, 10 * step + micro, dim) for r in range(4)]
-            call = lambda p, x: fs.functional_call(model, p, x, spec=spec, reduce_axes=axes)  # noqa: E731
-            grads, value = WAYS[way](lambda p: squared(lambda x: call(p, x), xs[rank]))(params)
-            total = {key: total[key] + g if total else g for key, g in grads.items()}
-            assert_close(value, squared(plain_call(plain), xs[rank]).detach())
-        if at_last:
-            total = fs.reduce_grads(total, spec, reduce_axes=["replicate"])
-        theirs.zero_grad(set_to_none=step % 2 == 0)
-        for micro in range(3):
-            squared(plain, torch.cat([numbers(r, 10 * step + micro, dim) for r in range(4)])).backward()
-        same(total, fs.shard({name: q.grad for name, q in plain.named_parameters()}, spec, rank=rank), f"gradient at {step}")
-        step_with(total, params, ours, theirs)
-        full = {name: q.detach() for name, q in plain.named_parameters()}
-        same(params, fs.shard(full, spec, rank=rank), f"parameters after step {step}")
+    batches = lambda rank, step: [numbers(rank, 10 * step + micro, dim) for micro in range(3)]  # noqa: E731
+    loss = lambda call, xs: sum(squared(call, x) for x in xs)  # noqa: E731
+    check_parity(rank, model, fs.by_type(MLP, p=p)(model).on(mesh_of(2, 2)), batches, loss, way=way, steps=depth(2, 5))
 
 
 def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tuple[list[Tensor], fs.Params]:
@@ -95,13 +75,10 @@ def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tupl
 
 @real_ranks(4)
 def test_fsdp_hybrid_shard_parity(rank: int) -> None:
-    """Losses of Adam iterations, and the parameters, are those of FSDP over the four ranks: by every P of the mesh."""
-    losses, full = trained(rank, mesh_of(4), P("shard"))
+    """Losses of Adam iterations, gradients and parameters are the plain model's: by every P of the mesh."""
+    model = Transformer(depth(1, 3))
     for p in (P("shard"), P("shard", reshard=False), BOTH, P(NAMES[::-1]), P("replicate"), P()):
-        hybrid_losses, hybrid = trained(rank, mesh_of(2, 2), p)
-        for got, want in zip(hybrid_losses, losses, strict=True):
-            assert_close(got, want)
-        same(hybrid, full, f"{p}: parameters")
+        check_parity(rank, model, fs.by_type(Block, p=p)(model).on(mesh_of(2, 2)), tokens, next_token, steps=depth(2, 5))
 
 
 MIXED = {"tokens": P("shard"), "positions": P("shard", reshard=False), "layers.*": BOTH, "output": P()}
@@ -144,21 +121,8 @@ SUBSETS = [None, "pod", "replicate", "shard", ("pod", "shard"), ("shard", "repli
 @pytest.mark.parametrize("axis", SUBSETS, ids=str)
 def test_three_axes(axis: Any) -> None:
     """Eight simulated ranks: split over any of three axes, gradients are the slices of the mean over all of them."""
-    model = Net(2)
-    full = {name: p.detach() for name, p in model.named_parameters()}
-    xs = torch.stack([numbers(rank, 0) for rank in range(8)])
-    policy = fs.by_type(MLP, p=P(axis))
-
-    def run(mesh: Mesh, x: Tensor) -> Any:
-        spec = policy(model).on(mesh)
-        return fs.grad(squared_loss(model, spec, x))(fs.shard(full, spec))
-
-    got = fs.testing.spmd(run, CUBE)(xs)
-    mean = torch.func.grad(lambda t: squared(lambda x: torch.func.functional_call(model, t, (x,)), xs.flatten(0, 1)))(full)
-    spec = policy(model).on(CUBE)
-    for rank in range(8):
-        for key, expected in fs.shard(mean, spec, rank=rank).items():
-            assert_close(got[key][rank], expected, rtol=1e-9, atol=1e-12)
+    model, xs = Net(2), torch.stack([numbers(rank, 0) for rank in range(8)])
+    fs.testing.assert_exact(squared, model, fs.by_type(MLP, p=P(axis))(model).on(CUBE), xs)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -223,32 +187,12 @@ def test_hsdp_broadcast_across_replicas(rank: int, src: int) -> None:
     same(fs.unshard(params, spec), {name: p.detach() for name, p in plain.named_parameters()}, "trained")
 
 
-@real_ranks(4)
-def test_hsdp_sync_module_state(rank: int) -> None:
-    """Weights of each rank's number: everywhere those of the rank that is written from."""
-    model = Net()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(rank)
-    full = {name: p.detach() for name, p in model.named_parameters()}
-    for p in (P("shard"), BOTH, P()):
-        spec = fs.by_type(MLP, p=p)(model).on(mesh_of(2, 2))
-        for src in (0, 3):
-            params = fs.shard(full if rank == src else None, spec, src=src)
-            got = fs.unshard(params, spec)
-            assert all(torch.equal(t, torch.full_like(full[name], src)) for name, t in got.items())
-            assert all(torch.equal(v, torch.full_like(v, src)) for v in fs.param_views(params, spec).values())
-
-
-class Plain(nn.Module):
-    """The MLP of FSDP2's tests."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.in_proj, self.out_proj = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.out_proj(torch.relu(self.in_proj(x))))
+Plain = module_class(
+    "Plain",
+    lambda dim: {"in_proj": nn.Linear(dim, 4 * dim, bias=False), "out_proj": nn.Linear(4 * dim, dim, bias=False)},
+    lambda self, x: torch.relu(self.out_proj(torch.relu(self.in_proj(x)))),
+)
+"""The MLP of FSDP2's tests."""
 
 
 def subgroups(groups: list[list[int]], rank: int) -> Any:
@@ -278,7 +222,7 @@ def test_custom_hsdp_all_reduce_hook(rank: int) -> None:
     hybrid = fs.policies.whole()(model).on(mesh_of(2, 2))
     assert torch.equal(fs.shard(model, hybrid, check_values=False)[""], params[""])  # the replicas' weights are their own
     assert torch.equal(fs.grad(lambda p: call(p, hybrid))(params)[""], want[""])
-    peer = fully_shard(copy.deepcopy(model), mesh=mesh_of(2, 2))
+    peer = fsdp2(copy.deepcopy(model), mesh=mesh_of(2, 2))
     peer(x).sum().backward()
     for name, p in peer.named_parameters():
         assert torch.equal(p.grad.full_tensor(), expected[name])
@@ -325,33 +269,26 @@ def test_hsdp_save_load_state_dict(rank: int, p: P) -> None:
             params, state = update(grads, state, params)
         return params, state
 
-    def field(state: Any, name: str) -> fs.Params:
-        return {key: values[name] for key, values in state.items()}
+    def whole(spec: fs.PartitionSpec, params: fs.Params, state: Any) -> Any:
+        return fs.unshard(params, spec), checkpoint.optimizer_state_dict(state, spec, torch.optim.AdamW, lr=1e-2)
 
     model, spec, params = make(0, P("shard"))
     params, state = train(model, spec, params, init(params), range(3))
     expected, expected_state = train(model, spec, params, state, range(3, 5))
     file = io.BytesIO()
-    names = ("exp_avg", "exp_avg_sq")
-    torch.save((fs.unshard(params, spec), [fs.unshard(field(state, name), spec) for name in names]), file)
+    torch.save(whole(spec, params, state), file)
     file.seek(0)
-    full, moments = torch.load(file, weights_only=True)
+    full, saved = torch.load(file, weights_only=True)
 
     other, other_spec, fresh = make(1, p)
     assert not torch.equal(fs.unshard(fresh, other_spec)["output.weight"], full["output.weight"])
     fresh = fs.shard(full if rank == 0 else None, other_spec, src=0)
-    fresh_state = init(fresh)
-    for name, moment in zip(names, moments, strict=True):
-        for key, shard in fs.shard(moment, other_spec, src=0).items():
-            fresh_state[key][name] = shard
-    steps = next(iter(state.values()))["step"]
-    for values in fresh_state.values():
-        values["step"] = steps.clone()
+    fresh_state = checkpoint.from_optimizer_state_dict(saved, other_spec, init(fresh))
     got, got_state = train(other, other_spec, fresh, fresh_state, range(3, 5))
-    same(fs.unshard(got, other_spec), fs.unshard(expected, spec), "parameters")
-    for name in names:
-        ours, theirs = (fs.unshard(field(s, name), on) for s, on in ((got_state, other_spec), (expected_state, spec)))
-        same(ours, theirs, name)
+    (ours, states), (theirs, wanted) = whole(other_spec, got, got_state), whole(spec, expected, expected_state)
+    same(ours, theirs, "parameters")
+    for name, slots in wanted["state"].items():
+        same(states["state"][name], slots, name)
     if p == P("shard"):
         assert all(torch.equal(got[key], shard) for key, shard in expected.items())
 

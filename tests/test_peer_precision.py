@@ -17,12 +17,13 @@ from collective_log import Collectives, world
 from depth import at_most, depth, each, every
 from hypothesis import given
 from hypothesis import strategies as st
-from models import refused, unchanged
+from models import module_class, refused, unchanged
 from parity import GRADIENTS, HIGHER, MAIN_WAYS, WAYS, shards_of, step_with
+from peer_models import fsdp2
 from ranks import mesh_of, real_ranks
 from test_memory import Alive, no_collector
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,26 +55,14 @@ class Dtypes(TorchDispatchMode):
 
 
 # --- the table: what enters gathers and reductions ---
-class Layer(nn.Module):
-    def __init__(self, dtype: torch.dtype, seen: list[torch.dtype]) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(5, dtype=dtype))
-        self.seen = seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(self.w.dtype)
-        return x * self.w * self.w
-
-
-class Stack(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.seen: list[torch.dtype] = []
-        self.a, self.b = Layer(dtype, self.seen), Layer(dtype, self.seen)
-        self.scale = nn.Parameter(torch.ones(3, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x)).sum() * self.scale.sum()
+Layer = module_class(
+    "Layer", lambda dtype: {"w": nn.Parameter(torch.ones(5, dtype=dtype))}, lambda self, x: x * self.w * self.w
+)
+Stack = module_class(
+    "Stack",
+    lambda dtype: {"a": Layer(dtype), "b": Layer(dtype), "scale": nn.Parameter(torch.ones(3, dtype=dtype))},
+    lambda self, x: self.b(self.a(x)).sum() * self.scale.sum(),
+)
 
 
 ROWS: list[tuple[torch.dtype, dict[str, Any]]] = [
@@ -92,8 +81,6 @@ STRATEGIES: dict[str, tuple[P, dict[str, int]]] = {
     "replicated": (P(), {"shard": 8}),
     "hsdp": (P("shard"), {"replicate": 2, "shard": 4}),
 }
-
-
 DERIVATIVES = GRADIENTS | {way: HIGHER[way] for way in ("hvp", "grad of grad", "double backward")}
 
 
@@ -102,7 +89,9 @@ def check_row(row: Any, p: P, mesh: Any, way: str) -> list[str]:
     original, fields = row
     gathered = fields.get("param", original)
     reduced = fields.get("reduce", gathered)
-    model = Stack(original)
+    model, seen = Stack(original), set()
+    for layer in (model.a, model.b):
+        layer.register_forward_pre_hook(lambda module, _: seen.add(module.w.dtype))
     spec = fs.policies.always(dataclasses.replace(p, precision=Precision(**fields)))(model).on(mesh)
     x = torch.ones(5, dtype=original)
     with Dtypes() as log:
@@ -111,7 +100,7 @@ def check_row(row: Any, p: P, mesh: Any, way: str) -> list[str]:
     assert set(log.gathered) == ({gathered} if p.axes else set()), row
     assert set(log.reduced) == {reduced}, row
     assert {g.dtype for g in grads.values()} == {original}, row
-    assert set(model.seen) == {gathered}, row
+    assert seen == {gathered}, row
     assert dist.get_backend() == "fake" or all(torch.isfinite(g).all() for g in grads.values()), row
     return log.ops
 
@@ -172,13 +161,11 @@ def test_without_precision_nothing_changes(rank: int) -> None:
 
 
 # --- FSDP2: training with low-precision copies and masters by hand ---
-class MLP(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu(self.up(x)))
+MLP = module_class(
+    "MLP",
+    lambda width: {"up": nn.Linear(width, 2 * width), "down": nn.Linear(2 * width, width)},
+    lambda self, x: self.down(F.relu(self.up(x))),
+)
 
 
 def mlps() -> nn.Sequential:
@@ -280,9 +267,7 @@ def test_fully_shard_bit_by_bit(rank: int, param: Dtype, reduce: Dtype, output: 
     """FSDP2 itself: loss, gradients and, by them, three steps. From torch 2.15 on it reduces in the parameters' own dtype
     where it is told none; ours is still ``param``."""
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce or param, output_dtype=output)
-    reference = mlps()
-    for module in (*reference, reference):
-        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard)
+    reference = fsdp2(mlps(), MLP, mp_policy=policy, reshard_after_forward=reshard)
     model, spec, params = of_mlps(P("shard", reshard=reshard), Precision(param=param, reduce=reduce, output=output))
     ours, theirs = (torch.optim.Adam(some, lr=1e-2) for some in (params.values(), reference.parameters()))
     for step in range(3):
@@ -295,14 +280,11 @@ def test_fully_shard_bit_by_bit(rank: int, param: Dtype, reduce: Dtype, output: 
         step_with(grads, params, ours, theirs)
 
 
-class WithInteger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.trained = MLP(16), MLP(16)
-        self.shift = nn.Parameter(torch.arange(16), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.trained(self.frozen(x).roll(int(self.shift[3]), -1))
+WithInteger = module_class(
+    "WithInteger",
+    lambda: {"frozen": MLP(16), "trained": MLP(16), "shift": nn.Parameter(torch.arange(16), requires_grad=False)},
+    lambda self, x: self.trained(self.frozen(x).roll(int(self.shift[3]), -1)),
+)
 
 
 @real_ranks(2)
@@ -460,7 +442,11 @@ ONE_SUBMODULE: dict[str, tuple[bool, dict[str, Precision], tuple[torch.dtype, ..
     "on both": (False, {"c1": HALF, "c2": Precision(param=BF16)}, (F32, F16, BF16)),
     "on the root": (False, {"": HALF}, (F16, F16, F16)),
     "on the root and both": (False, {"": HALF, "c1": Precision(param=F32), "c2": HALF}, (F16, F32, F16)),
+    "on c2, nobody casts": (False, {"c2": Precision(param=F16, cast_inputs=False)}, ()),
+    "on c1, c2 does not cast back": (False, {"": Precision(param=F32), "c1": HALF}, ()),
 }
+"""Whether modules cast by themselves, the precisions, and the dtypes that the root, c1 and c2 see: none where one that differs
+runs first, which is torch's error."""
 
 
 def saved_model(casts: bool, precisions: Mapping[str, Precision | None]) -> tuple[SavedModel, fs.PartitionSpec]:
@@ -474,25 +460,16 @@ def saved_model(casts: bool, precisions: Mapping[str, Precision | None]) -> tupl
 @pytest.mark.parametrize("name", ONE_SUBMODULE)
 @real_ranks(2)
 def test_float16_on_one_submodule(rank: int, name: str) -> None:
-    """``test_float16_on_one_submodule`` and ``..._skip_inputs``, ``test_submodules_with_different_precisions``."""
-    casts, precisions, (whole, c1, c2) = ONE_SUBMODULE[name]
+    """``test_float16_on_one_submodule`` and ``..._skip_inputs``, ``test_submodules_with_different_precisions``, and errors."""
+    casts, precisions, seen = ONE_SUBMODULE[name]
     for way in MAIN_WAYS:
         model, spec = saved_model(casts, precisions)
-        x = torch.ones(2, 10)
-        WAYS[way](lambda p: fs.functional_call(model, p, (x,), spec=spec).float().sum())(fs.shard(model, spec))
-        assert [("model", whole), ("c1", c1), ("c2", c2)] == RUNS
-
-
-@pytest.mark.parametrize(
-    "precisions", [{"c2": Precision(param=F16, cast_inputs=False)}, {"": Precision(param=F32), "c1": HALF}]
-)
-@real_ranks(2)
-def test_mismatches_are_torchs_errors(rank: int, precisions: dict[str, Precision]) -> None:
-    """``..._skip_inputs_error`` and ``test_submodules_with_different_precisions_error``: one that differs and runs first."""
-    model, spec = saved_model(False, precisions)
-    params = fs.shard(model, spec)
-    with pytest.raises(RuntimeError, match="must have the same dtype"):
-        fs.functional_call(model, params, (torch.ones(2, 10),), spec=spec)
+        step = WAYS[way](lambda p: fs.functional_call(model, p, (torch.ones(2, 10),), spec=spec).float().sum())
+        if seen:
+            step(fs.shard(model, spec))
+            assert [*zip(("model", "c1", "c2"), seen, strict=True)] == RUNS
+        else:
+            refused(RuntimeError, "must have the same dtype", lambda: step(fs.shard(model, spec)))
 
 
 @pytest.mark.parametrize(
@@ -822,15 +799,14 @@ def test_cast_and_decoded_parameters_go_after_forward(codec: bool, p: P, way: st
 
 
 # --- float16 and the division, on simulated ranks ---
-class Dot(nn.Module):
-    """Whose gradient is its input."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(n))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.w * x).sum()
+Dot = module_class("Dot", lambda n: {"w": nn.Parameter(torch.ones(n))}, lambda self, x: (self.w * x).sum())
+"""Whose gradient is its input."""
+Empty = module_class(
+    "Empty",
+    lambda: {"empty": nn.ParameterList([torch.zeros(0)]), "a": Dot(4), "b": Dot(4)},
+    lambda self, x: self.b(x) + self.a(x) + self.empty[0].sum(),
+)
+"""A unit without elements beside others."""
 
 
 def simulated(sizes: dict[str, int], p: P, xs: Tensor, **options: Any) -> Tensor:
@@ -876,18 +852,23 @@ def test_the_sum_over_a_number(n: int, reduce: torch.dtype | None, by: Any, shar
     torch.testing.assert_close(expected, xs.sum(0) / whole, rtol=0.1, atol=0.1)
 
 
-@each(by=[3.0, 12.0, "sum"], reduce=[None, F16, BF16], p=[P("shard"), P()])
+SUMMED = [Precision(reduce=reduce) for reduce in (None, F16, BF16)] + [Precision(param=BF16, reduce=F32), HALF]
+
+
+@each(by=[3.0, 12.0, "sum", "mean"], precision=SUMMED, p=[P("shard"), P()])
 @real_ranks(2)
-def test_the_sum_over_a_number_on_real_ranks(rank: int, p: P, reduce: torch.dtype | None, by: Any) -> None:
-    model = Dot(6)
-    spec = fs.policies.whole(dataclasses.replace(p, precision=Precision(reduce=reduce)))(model).bound
-    xs = torch.randn(2, 6, generator=torch.Generator().manual_seed(7))
-    rows = xs.to(reduce or F32)
-    before, after = (1, 1) if by == "sum" else divide_factors(by) if reduce == F16 else (1, by)
+def test_the_sum_over_a_number_on_real_ranks(rank: int, p: P, precision: Precision, by: Any) -> None:
+    """A unit without elements is none of those that are divided."""
+    model = Empty()
+    spec, params = shards_of(fs.policies.always(dataclasses.replace(p, precision=precision)), model)
+    xs = torch.randn(2, 4, generator=torch.Generator().manual_seed(7))
+    param = precision.param or F32
+    rows, whole = xs.to(param).to(precision.reduce or param), {"sum": 1, "mean": 2}.get(by, by)
+    before, after = divide_factors(whole) if rows.dtype == F16 else (1, whole)
     expected = (((rows[0] / before) + (rows[1] / before)) / after).to(F32)
     for way in MAIN_WAYS:
-        grads, _ = WAYS[way](lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=by))(fs.shard(model, spec))
-        assert torch.equal(grads[""], fs.shard({"w": expected}, spec)[""])
+        grads, _ = WAYS[way](lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=by))(params)
+        same(grads, fs.shard({"a.w": expected, "b.w": expected, "empty.0": torch.zeros(0)}, spec))
 
 
 @every(way=MAIN_WAYS, reduce=[None, F16, BF16], axis=["shard", None])
@@ -898,30 +879,6 @@ def test_one_real_rank_divides_by_the_number(axis: str | None, reduce: torch.dty
         spec = fs.policies.whole(P(axis, align=1, precision=Precision(reduce=reduce)))(model).bound
         grads, _ = WAYS[way](lambda q: fs.functional_call(model, q, (x,), spec=spec, reduce=3.0))(fs.shard(model, spec))
     torch.testing.assert_close(grads[""], x / 3, rtol=1e-2, atol=0)
-
-
-class Empty(nn.Module):
-    """A unit without elements beside others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.empty, self.a, self.b = nn.ParameterList([torch.zeros(0)]), Dot(4), Dot(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(x) + self.a(x) + self.empty[0].sum()
-
-
-@each(reduce=["mean", 4.0], precision=[None, Precision(param=BF16, reduce=F32), Precision(param=F16)], p=[P("shard"), P()])
-@real_ranks(2)
-def test_empty_units_divide_nothing_of_others(rank: int, p: P, precision: Precision | None, reduce: Any) -> None:
-    """A unit without elements is none of those that are divided."""
-    model = Empty()
-    spec, params = shards_of(fs.policies.always(dataclasses.replace(p, precision=precision)), model)
-    xs = torch.arange(8.0).view(2, 4)
-    expected = xs.sum(0) / (2 if reduce == "mean" else reduce)
-    for way in MAIN_WAYS:
-        grads, _ = WAYS[way](lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=reduce))(params)
-        same(grads, fs.shard({"a.w": expected, "b.w": expected, "empty.0": torch.zeros(0)}, spec))
 
 
 # --- codecs ---

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cases import same
 from depth import at_most, each, mark_seldom, seldom
-from parity import average_gradients, numbers, plain_call, sharded_call, squared
-from peer_models import MLP, Net, Transformer
-from ranks import Pool, real_ranks
+from parity import average_gradients, numbers, sharded_call, squared
+from peer_models import MLP, Net, fsdp1, fsdp2
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -95,8 +94,9 @@ def one_step(model: nn.Module, spec: fs.PartitionSpec, params: Any, state: Any, 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.zero_grad()
-    squared(plain_call(model), x).backward()
-    average_gradients(model)
+    squared(model, x).backward()
+    if not isinstance(model, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+        average_gradients(model)
     optimizer.step()
 
 
@@ -119,10 +119,7 @@ def alike(got: Any, expected: Any) -> None:
 def same_state(got: Any, expected: Any) -> None:
     assert got.keys() == expected.keys()
     for key, slots in got.items():
-        assert slots.keys() == expected[key].keys()
-        for name, value in slots.items():
-            assert value.dtype == expected[key][name].dtype
-            assert torch.equal(value, expected[key][name]), (key, name)
+        same(slots, expected[key])
 
 
 def without_count(kind: str, state: Any) -> Any:
@@ -171,10 +168,10 @@ def test_optimizer_states_by_names(rank: int, kind: str, wrapping: str, grouped:
     blank = fs.shard(Net(), other, check_values=False)
     init, update = made(kind, other, grouped=grouped)
     found = checkpoint.from_optimizer_state_dict(again, other, init(blank))
-    same = exported(kind, other, found, grouped=grouped)
-    assert {name: {s: t.tolist() for s, t in slots.items()} for name, slots in same["state"].items()} == {
-        name: {s: t.tolist() for s, t in slots.items()} for name, slots in full["state"].items()
-    }
+    alike_again = exported(kind, other, found, grouped=grouped)["state"]
+    assert alike_again.keys() == full["state"].keys()
+    for name, slots in full["state"].items():
+        same(alike_again[name], slots)
     x = numbers(rank, 7)
     plain_step(fresh, loaded, x)
     moved, _ = one_step(plain, other, fs.reshard(params, spec, other), found, update, x)
@@ -204,8 +201,7 @@ def test_states_of_four_ranks_on_two(gloo4: Pool, gloo2: Pool) -> None:
     assert other == {}
     assert again["param_groups"][0]["params"] != []
     for name, slots in full["state"].items():
-        for slot, value in slots.items():
-            assert torch.equal(again["state"][name][slot], value)
+        same(again["state"][name], slots)
 
 
 def refused(match: str, *args: Any, **kwargs: Any) -> None:
@@ -286,73 +282,9 @@ def test_what_was_never_stepped(rank: int) -> None:
     same_state(checkpoint.from_optimizer_state_dict(none, spec, init(trainable)), init(trainable))
 
 
-# --- Models. ---
-class Sized(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 3), nn.Linear(3, width, bias=False)
-        self.register_buffer("count", torch.tensor(3))
-
-
-@at_most(3)
-@each(width=[1, 2, 3, 4, 5, 16], mesh_name=["fsdp", "hsdp"])
-@real_ranks(2)
-def test_round_trip_through_zeros(rank: int, width: int, mesh_name: str, tmp_path: Path) -> None:
-    """Uneven sizes, empty slices, buffers; the names are the plain model's."""
-    mesh = init_device_mesh(
-        "cpu",
-        *{"fsdp": ((2,),), "hsdp": ((2, 1),)}[mesh_name],
-        mesh_dim_names=("replicate", "shard")[-1 if mesh_name == "fsdp" else 0 :],
-    )
-    model = Sized(width)
-    for policy in (fs.policies.always(P("shard", align=1)), fs.policies.whole()):
-        spec = policy(model).on(mesh)
-        params = fs.shard(model, spec)
-        path = f"{tmp_path}/{policy(model).root}{len(spec)}"
-        checkpoint.save(path, {"model": params, "buffers": dict(model.named_buffers())}, spec)
-        kept = {key: tensor.clone() for key, tensor in params.items()}
-        for tensor in params.values():
-            tensor.zero_()
-        again = checkpoint.load(path, spec)
-        assert again["model"].keys() == kept.keys()
-        assert all(torch.equal(again["model"][key], kept[key]) for key in kept)
-        assert int(again["buffers"]["count"]) == 3
-        local = Sized(width)  # into a plain model, whose names are the same
-        local.load_state_dict({**fs.unshard(again["model"], spec), **again["buffers"]})
-        assert all(torch.equal(p, q) for p, q in zip(local.parameters(), model.parameters(), strict=True))
-
-
-@real_ranks(2)
-def test_strict_and_shared_weights(rank: int, tmp_path: Path) -> None:
-    """What is missing or unexpected is named; a weight that is shared is there once for all of its names."""
-    model = Transformer(tied=True)
-    spec = fs.by_size(50)(model)
-    params = fs.shard(model, spec)
-    checkpoint.save(f"{tmp_path}/one", {"model": params}, spec)
-    smaller, larger = Transformer(layers=2, tied=True), Transformer(layers=4, tied=True)
-    with pytest.raises(ValueError, match="is in state 'model' of the checkpoint and not in the spec"):
-        checkpoint.load(f"{tmp_path}/one", fs.by_size(50)(smaller))
-    with pytest.raises(ValueError, match="is not in state 'model' of the checkpoint"):
-        checkpoint.load(f"{tmp_path}/one", fs.by_size(50)(larger))
-    path = checkpoint.export(f"{tmp_path}/files", params, spec)
-    with pytest.raises(ValueError, match="is no parameter of the spec"):
-        checkpoint.read_safetensors(path, fs.by_size(50)(smaller))
-    with pytest.raises(ValueError, match=r"of unit '.*' is not in"):
-        checkpoint.read_safetensors(path, fs.by_size(50)(larger))
-    half = {key: tensor.bfloat16() for key, tensor in params.items()}  # another precision than the model's is said
-    low = checkpoint.export(f"{tmp_path}/low", half, spec)
-    with pytest.raises(ValueError, match=r"expected torch.float64, got torch.bfloat16"):
-        checkpoint.read_safetensors(low, spec)
-
-
 # --- checkpoints of torch, both ways ---
 FULL = StateDictOptions(full_state_dict=True)
-OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
-POLICIES = {
-    "blocks": lambda: fs.by_type(MLP)(Net()),
-    "whole": lambda: fs.policies.whole()(Net()),
-    "replicated": lambda: fs.by_type(MLP, p=P())(Net()),
-}
+POLICIES = [*WRAPPINGS][:3]
 STATES = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -364,24 +296,13 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def sharded_by_fsdp2(mesh: Any = None) -> nn.Module:
-    model = Net()
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def wrapped(kind: str) -> nn.Module:
-    world = dist.get_world_size()
     if kind == "fsdp1":
-        return FullyShardedDataParallel(
-            Net(), auto_wrap_policy=ModuleWrapPolicy({MLP}), use_orig_params=True, device_id=torch.device("cpu")
-        )
+        return fsdp1(Net(), MLP, ShardingStrategy.FULL_SHARD)
     if kind == "ddp":
         return DistributedDataParallel(Net())
     if kind == "hsdp":
-        return sharded_by_fsdp2(init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+        return fsdp2(Net(), MLP, mesh=mesh_of(2, dist.get_world_size() // 2))
     if kind == "checkpointed":
         model = Net()
         for i, block in enumerate(model.blocks):
@@ -389,17 +310,7 @@ def wrapped(kind: str) -> nn.Module:
         return fully_shard(model)
     if kind == "plain":
         return Net()
-    return sharded_by_fsdp2()
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    optimizer.zero_grad()
-    squared(model, x).backward()
-    if not isinstance(model, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-    optimizer.step()
+    return fsdp2(Net(), MLP)
 
 
 def state_dict(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -418,48 +329,40 @@ def full_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
     return get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
 
 
-def same_tensors(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert got.keys() == expected.keys()
-    for name in got:
-        assert got[name].dtype == expected[name].dtype
-        assert torch.equal(got[name], expected[name]), name
-
-
 def loaded_by_us(rank: int, kind: str, policy: str, folder: str) -> None:
     with quiet():
         model = wrapped(kind)
-        optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+        optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZERS["AdamW"][1])
         for i in range(2):
-            step(model, optimizer, numbers(rank, i))
+            plain_step(model, optimizer, numbers(rank, i))
         saved = state_dict(kind, model, optimizer)
         dcp.save(saved, checkpoint_id=folder)
         weights, states = full_of(model, optimizer)
-    spec = POLICIES[policy]()
-    init, update = fs.optim.from_torch(torch.optim.AdamW, **OPTIONS)
+    spec = WRAPPINGS[policy](Net()).bound
+    init, update = made("AdamW", spec, grouped=False)
     blank = fs.shard(Net(), spec)
     if rank == 0:
         checkpoint.from_dcp(folder, f"{folder}/anew")
     dist.barrier()
     folder = f"{folder}/anew"
     params = checkpoint.load(folder, spec, only="model")
-    same_tensors(fs.unshard(params, spec), weights)
+    same(fs.unshard(params, spec), weights)
     found = checkpoint.load(folder, spec, like={"model": blank, "optim": {"state": init(blank)}})
-    same_tensors(fs.unshard(found["model"], spec), weights)
+    same(fs.unshard(found["model"], spec), weights)
     for name in STATES[:2]:
         ours = {key: slots[name] for key, slots in found["optim"]["state"].items()}
-        same_tensors(fs.unshard(ours, spec), {key: slots[name] for key, slots in states.items()})
+        same(fs.unshard(ours, spec), {key: slots[name] for key, slots in states.items()})
     assert {float(slots["step"]) for slots in found["optim"]["state"].values()} == {2.0}
 
     x = numbers(rank, 2)
     with quiet():
-        step(model, optimizer, x)
+        plain_step(model, optimizer, x)
         weights, states = full_of(model, optimizer)
-    grads = fs.grad(lambda p: squared(sharded_call(Net(), p, spec), x))(params)
-    params, state = update(grads, found["optim"]["state"], params)
+    params, state = one_step(Net(), spec, params, found["optim"]["state"], update, x)
     averages = fs.unshard({key: slots["exp_avg"] for key, slots in state.items()}, spec)
-    same = same_tensors if dist.get_world_size() == 2 else torch.testing.assert_close  # of four the order of the sum is another
-    same(fs.unshard(params, spec), weights)
-    same(averages, {name: slots["exp_avg"] for name, slots in states.items()})
+    equal = same if dist.get_world_size() == 2 else torch.testing.assert_close  # of four the order of the sum is another
+    equal(fs.unshard(params, spec), weights)
+    equal(averages, {name: slots["exp_avg"] for name, slots in states.items()})
 
 
 KINDS = ["fsdp2", "hsdp", "fsdp1", "ddp", "compiled", "checkpointed", "plain"]
@@ -483,16 +386,9 @@ def test_what_hsdp_saves_is_loaded_on_four_ranks(gloo4: Pool, tmp_path: Path) ->
 # --- The other way. ---
 def saved_by_us(rank: int, policy: str, folder: str) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """``(full parameters, full state)`` after two steps."""
-    spec = POLICIES[policy]()
-    model = Net()
-    params = fs.shard(model, spec)
-    init, update = fs.optim.from_torch(torch.optim.AdamW, **OPTIONS)
-    state = init(params)
-    for i in range(2):
-        grads = fs.grad(lambda p, i=i: squared(sharded_call(model, p, spec), numbers(rank, i)))(params)
-        params, state = update(grads, state, params)
+    _, _, spec, params, state = trained(rank, "AdamW", WRAPPINGS[policy], steps=2)
     checkpoint.save(folder, {"model": params, "optim": {"state": state}}, spec)
-    return fs.unshard(params, spec), checkpoint.optimizer_state_dict(state, spec, torch.optim.AdamW, **OPTIONS)["state"]
+    return fs.unshard(params, spec), exported("AdamW", spec, state)["state"]
 
 
 def loaded_by_torch(rank: int, kind: str, folder: str, expected: Any) -> None:
@@ -500,16 +396,16 @@ def loaded_by_torch(rank: int, kind: str, folder: str, expected: Any) -> None:
     with quiet():
         torch.manual_seed(1)
         model = wrapped(kind)
-        optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+        optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZERS["AdamW"][1])
         into = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
         groups = into["optim"].pop("param_groups")
         dcp.load(into, checkpoint_id=folder)
         set_model_state_dict(model, into["model"])
         set_optimizer_state_dict(model, optimizer, {**into["optim"], "param_groups": groups})
         got, got_states = full_of(model, optimizer)
-    same_tensors(got, weights)
+    same(got, weights)
     for name in weights:
-        same_tensors(got_states[name], states[name])
+        same(got_states[name], states[name])
 
 
 @at_most(1)
@@ -536,6 +432,6 @@ def test_what_is_saved_becomes_one_file_of_torch(gloo2: Pool, tmp_path: Path) ->
     found = torch.load(tmp_path / "ours.pt", weights_only=True)
     model = Net()
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in found.items() if name.startswith("model.")})
-    same_tensors(dict(model.state_dict()), weights)
+    same(dict(model.state_dict()), weights)
     for name, slots in states.items():
-        same_tensors({slot: found[f"optim.state.{name}.{slot}"] for slot in slots}, slots)
+        same({slot: found[f"optim.state.{name}.{slot}"] for slot in slots}, slots)

@@ -28,10 +28,10 @@ from parity import (
     step_with,
     tokens,
 )
-from peer_models import MLP, Block, Net, Transformer, chain, frozen, fsdp1
+from peer_models import MLP, Block, Net, Transformer, chain, frozen, fsdp1, fsdp2
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,10 +76,8 @@ def by_funshard(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> tuple[fs
 
     for step in range(STEPS):
         grads, value = fs.grad_and_value(lambda p: loss_of(sharded_call(model, p, spec), rank, step))(params)
-        for key, p in params.items():
-            assert grads[key].dtype == p.dtype
-            p.grad = grads[key]
-        optimizer.step()
+        assert {key: g.dtype for key, g in grads.items()} == {key: p.dtype for key, p in params.items()}
+        step_with(grads, params, optimizer)
         losses.append(value.item())
     return fs.unshard(params, spec), losses
 
@@ -107,11 +105,9 @@ def test_fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
     """fully_shard on the blocks and the root."""
     mesh = mesh_of(*MESHES[mesh_name])
     precision, policy, rounding = PRECISIONS[name]
-    reference = gpt()
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
-    for block in reference.layers:
-        fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard)
-    fully_shard(reference, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard}
+    reference = fsdp2(gpt(), Block, of_blocks={"mp_policy": inner}, **options)
     losses = by_torch(reference, rank)
     expected = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in reference.state_dict().items()}
     model = gpt()
@@ -219,12 +215,9 @@ def test_all_gather_extensions_train_parity(
 ) -> None:
     """Ten iterations beside FSDP2 with the same functions as its extension, on uneven shapes: losses, gradients, values."""
     mesh, codec = mesh_of(*MESHES[mesh_name]), CODECS[name]
-    model, peer = (chain(depth(2, 3)).float() for _ in range(2))
-    peer.load_state_dict(model.state_dict())
+    model = chain(depth(2, 3)).float()
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=F32)
-    for block in peer:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(peer, mesh=mesh, mp_policy=policy)
+    peer = fsdp2(copy.deepcopy(model), MLP, mesh=mesh, mp_policy=policy, of_blocks={"reshard_after_forward": reshard})
     extend(peer, codec)
     precision = Precision(param=param, reduce=F32, codec=codec)
     spec, params = shards_of(fs.by_type(MLP, p=P("shard", reshard=reshard, precision=precision)), model, mesh)

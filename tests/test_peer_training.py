@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from collective_log import world
 from depth import at_most, depth, every, seldom
-from models import unchanged
+from models import module_class, unchanged
 from parity import (
     MAIN_WAYS,
     STRATEGIES,
@@ -50,23 +50,22 @@ from funshard.policies import Policy
 
 
 # --- models of the claims ---
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = MLP(5), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.inner(x) + self.inner(2 * torch.sigmoid(self.outer(x))))
+def linear(n_in: int = 5, n_out: int = 5) -> nn.Linear:
+    return nn.Linear(n_in, n_out).double()
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(MLP(5), nn.Sequential(MLP(5), nn.Tanh()))
-        self.policy, self.value = linear(5, 3), linear(5, 1)
-
-    def forward(self, x: Tensor, head: str = "policy") -> Tensor:
-        return getattr(self, head)(self.trunk(x))
+Twice = module_class(
+    "Twice",
+    lambda: {"inner": MLP(5), "outer": linear()},
+    lambda self, x: self.outer(self.inner(x) + self.inner(2 * torch.sigmoid(self.outer(x)))),
+)
+TwoHeads = module_class(
+    "TwoHeads",
+    lambda: {
+        "trunk": nn.Sequential(MLP(5), nn.Sequential(MLP(5), nn.Tanh())), "policy": linear(5, 3), "value": linear(5, 1)
+    },
+    lambda self, x, head="policy": getattr(self, head)(self.trunk(x)),
+)  # fmt: skip
 
 
 class Reused(nn.Module):
@@ -89,27 +88,18 @@ class Reused(nn.Module):
         return x * 1
 
 
-class TiedUnits(nn.Module):
+def tied_units() -> nn.Module:
     """Two would-be units whose weights are one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = MLP(5), MLP(5)
-        self.b.in_proj.weight = self.a.in_proj.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.sigmoid(self.a(x)))
+    model = nn.Sequential(MLP(5), nn.Sigmoid(), MLP(5))
+    model[2].in_proj.weight = model[0].in_proj.weight
+    return model
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair = nn.ModuleList([linear() for _ in range(2)])
-        self.scale = nn.Parameter(torch.tensor(2.0).double())
-
-    def forward(self, batch: tuple[int, Tensor]) -> Tensor:
-        which, x = batch
-        return self.scale * self.pair[which](x)
+Branches = module_class(
+    "Branches",
+    lambda: {"pair": nn.ModuleList([linear() for _ in range(2)]), "scale": nn.Parameter(torch.tensor(2.0).double())},
+    lambda self, batch: self.scale * self.pair[batch[0]](batch[1]),
+)
 
 
 class EveryBranch(Branches):
@@ -121,48 +111,35 @@ class EveryBranch(Branches):
         return self.scale * (y[which] + 0 * y[1 - which].sum())
 
 
-class DoubleLinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin1, self.lin2 = linear(), linear()
-
-    def forward(self, x: Tensor, second: bool = True) -> tuple[Tensor, Tensor] | Tensor:
-        out = torch.relu(self.lin1(x))
-        return (out, torch.relu(self.lin2(x))) if second else out
+def one_or_both(self: Any, x: Tensor, second: bool = True) -> tuple[Tensor, Tensor] | Tensor:
+    out = torch.relu(self.lin1(x))
+    return (out, torch.relu(self.lin2(x))) if second else out
 
 
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = DoubleLinear(), DoubleLinear()
-
-    def forward(self, x: Tensor, second: bool = True) -> Any:
-        return self.b(self.a(x)[0], second)
-
-
-class NoGradPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trained, self.constant, self.head = MLP(5), MLP(5), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            noise = self.constant(x)
-        return self.head(self.trained(x) + noise + self.constant(x).detach())
+DoubleLinear = module_class("DoubleLinear", lambda: {"lin1": linear(), "lin2": linear()}, one_or_both)
+TwoLayers = module_class(
+    "TwoLayers",
+    lambda: {"a": DoubleLinear(), "b": DoubleLinear()},
+    lambda self, x, second=True: self.b(self.a(x)[0], second),
+)
+NoGradPart = module_class(
+    "NoGradPart",
+    lambda: {"trained": MLP(5), "constant": MLP(5), "head": linear()},
+    lambda self, x: self.head(self.trained(x) + torch.no_grad()(self.constant)(x) + self.constant(x).detach()),
+)
 
 
-class Middle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = linear()
-        self.b = nn.Module()
-        self.b.lin_a, self.b.lin_b, self.b.c = (linear() for _ in range(3))
-        self.c = linear()
+def one_by_one(self: Any, x: Tensor) -> Tensor:
+    for layer in (self.a, *self.b.values(), self.c):
+        x = torch.tanh(layer(x))
+    return x
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.a, self.b.lin_a, self.b.lin_b, self.b.c, self.c):
-            x = torch.tanh(layer(x))
-        return x
+
+Middle = module_class(
+    "Middle",
+    lambda: {"a": linear(), "b": nn.ModuleDict({name: linear() for name in ("lin_a", "lin_b", "c")}), "c": linear()},
+    one_by_one,
+)
 
 
 class FineTuned(nn.Module):
@@ -179,17 +156,7 @@ class FineTuned(nn.Module):
         return self.head(x)
 
 
-class NoInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(7).double())
-
-    def forward(self) -> Tensor:
-        return self.weight.exp()
-
-
-def linear(n_in: int = 5, n_out: int = 5) -> nn.Linear:
-    return nn.Linear(n_in, n_out).double()
+NoInput = module_class("NoInput", lambda: {"weight": nn.Parameter(torch.randn(7).double())}, lambda self: self.weight.exp())
 
 
 def bitfit() -> nn.Module:
@@ -246,8 +213,8 @@ def every_parameter_moves(model: nn.Module, spec: fs.PartitionSpec, trained: fs.
 
 
 def is_one_unit_above(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
-    assert spec.by_name["b.in_proj.weight"] == spec.by_name["a.in_proj.weight"]
-    assert spec.by_name["b.in_proj.weight"][0].path == ""
+    assert spec.by_name["2.in_proj.weight"] == spec.by_name["0.in_proj.weight"]
+    assert spec.by_name["2.in_proj.weight"][0].path == ""
 
 
 def every_module_is_a_unit(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
@@ -350,7 +317,7 @@ CLAIMS: dict[str, Claim] = {
         "An embedding tied to the head: one tensor, the sum of both gradients.", lambda: Transformer(2, tied=True),
         [blocks(Block)], tokens, next_token),
     "test_shared_params_separate_fsdp_groups": Claim(
-        "Weights tied across units, an error in the peer, belong to the unit above both.", TiedUnits, BLOCKS,
+        "Weights tied across units, an error in the peer, belong to the unit above both.", tied_units, BLOCKS,
         after=is_one_unit_above),
     "test_unused_param_has_grad": Claim(
         "Ranks take different branches of one unit: no one waits, unused parameters count with zeros; 0-dim ones too.",

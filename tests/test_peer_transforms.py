@@ -149,31 +149,6 @@ def test_compiled_graph_takes_shards_alone(strategy: str) -> None:
     assert not list(graph.parameters())
 
 
-@seldom
-@pytest.mark.parametrize("strategy", BY_DEFAULT)
-@real_ranks(2)
-def test_fsdp_compile(rank: int, strategy: str) -> None:
-    """A compiled step, update included, is the eager one for five steps, and is compiled once into one graph."""
-    model, loss, batch = depth((Net(1), squared, numbers), (Transformer(2), next_token, tokens))
-    spec = POLICIES[strategy](model).bound
-
-    def step(params: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        grads, value = fs.grad_and_value(lambda p: loss(sharded_call(model, p, spec), x))(params)
-        return {k: p - 0.1 * grads[k] for k, p in params.items()}, value
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    backend = depth("aot_eager" if strategy == "shard" else "eager", "aot_eager")
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
-    eager = ours = fs.shard(model, spec)
-    for i in range(5):
-        eager, expected = step(eager, batch(rank, i))
-        ours, value = compiled(ours, batch(rank, i))
-        assert_close(value, expected)
-        same(ours, eager, f"parameters after step {i}")
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
 @at_most(1)
 @each(way=["fs", "torch.func"], p=[P("shard"), P("shard", reshard=False), P()])
 def test_fully_shard_compile_graph(p: P, way: str) -> None:

@@ -116,6 +116,13 @@ def test_what_is_left_out_is_covered_by_what_runs(table: list[tuple[int, ...]], 
             assert any(all(other[i] == case[i] for i in places) for other in run), (case, places)
 
 
+@pytest.fixture
+def items(request: pytest.FixtureRequest) -> list[pytest.Function]:
+    """All cases of this file."""
+    assert isinstance(request.node.parent, pytest.Module)
+    return [item for item in request.node.parent.collect() if isinstance(item, pytest.Function)]
+
+
 LETTERS, NUMBERS, TWINS = "abcd", [1, 2, 3], [(1, "x"), (1, "y"), (2, "y")]
 
 
@@ -133,11 +140,12 @@ def test_each(letter: str, number: int, n: int, twin: str) -> None: ...
 def test_pairs(letter: str, number: int, n: int, twin: str) -> None: ...
 
 
-def test_marks_choose_from_the_cases(request: pytest.FixtureRequest) -> None:
+def test_marks_choose_from_the_cases(items: list[pytest.Function]) -> None:
     """Of the two tests above, names that are parametrized together count as one."""
-    assert isinstance(request.node.parent, pytest.Module)
-    items = split([item for item in request.node.parent.collect() if isinstance(item, pytest.Function)])[0]
-    runs = {test: [item.callspec.params for item in items if item.originalname == test] for test in ("test_each", "test_pairs")}
+    chosen = split(items)[0]
+    runs = {
+        test: [item.callspec.params for item in chosen if item.originalname == test] for test in ("test_each", "test_pairs")
+    }
     assert len(runs["test_each"]) == 4
     for some in runs.values():
         assert {case["letter"] for case in some} == {*LETTERS}
@@ -154,11 +162,9 @@ def test_marks_choose_from_the_cases(request: pytest.FixtureRequest) -> None:
 def test_at_most(number: int) -> None: ...
 
 
-def test_at_most_so_many_run_and_are_spread(request: pytest.FixtureRequest) -> None:
+def test_at_most_so_many_run_and_are_spread(items: list[pytest.Function]) -> None:
     """Of the cases that run, so many, and all of them where there are no more."""
-    assert isinstance(request.node.parent, pytest.Module)
-    collected = (item for item in request.node.parent.collect() if isinstance(item, pytest.Function))
-    items = [item for item in collected if item.originalname == "test_at_most"]
+    items = [item for item in items if item.originalname == "test_at_most"]
     assert [item.callspec.params["number"] for item in split(items)[0]] == [1, 5, 9]
     assert split(items[1:4:2])[0] == items[1:4:2]
 
@@ -167,9 +173,7 @@ def test_at_most_so_many_run_and_are_spread(request: pytest.FixtureRequest) -> N
 def test_seldom() -> None: ...
 
 
-def test_what_runs_seldom_is_left_out_unless_it_is_asked_for(request: pytest.FixtureRequest) -> None:
-    assert isinstance(request.node.parent, pytest.Module)
-    items = [item for item in request.node.parent.collect() if isinstance(item, pytest.Function)]
+def test_what_runs_seldom_is_left_out_unless_it_is_asked_for(items: list[pytest.Function]) -> None:
     (rare,) = (item for item in items if item.name == "test_seldom")
     assert rare in split(items)[1]
     assert split([rare]) == ([rare], [])
@@ -181,11 +185,9 @@ def test_what_runs_seldom_is_left_out_unless_it_is_asked_for(request: pytest.Fix
 def test_some_letters(letter: str, number: int) -> None: ...
 
 
-def test_values_that_run_seldom_cover_nothing(request: pytest.FixtureRequest) -> None:
+def test_values_that_run_seldom_cover_nothing(items: list[pytest.Function]) -> None:
     """Each of the usual letters and each number is in a case without the other letters, which are left out."""
-    assert isinstance(request.node.parent, pytest.Module)
-    collected = (item for item in request.node.parent.collect() if isinstance(item, pytest.Function))
-    items = [item for item in collected if item.originalname == "test_some_letters"]
+    items = [item for item in items if item.originalname == "test_some_letters"]
     assert len(items) == len(LETTERS) * len(NUMBERS)
     runs = [item.callspec.params for item in split(items)[0]]
     assert {case["letter"] for case in runs} == {"b", "c"}
@@ -194,10 +196,8 @@ def test_values_that_run_seldom_cover_nothing(request: pytest.FixtureRequest) ->
     assert {item.callspec.params["letter"] for item in split(rare)[0]} == {"a", "d"}
 
 
-def test_slices_are_what_is_left_out(request: pytest.FixtureRequest) -> None:
+def test_slices_are_what_is_left_out(items: list[pytest.Function]) -> None:
     """Each case that does not run by default is in one of the slices, and nothing else is."""
-    assert isinstance(request.node.parent, pytest.Module)
-    items = [item for item in request.node.parent.collect() if isinstance(item, pytest.Function)]
     default, left_out = split(items)
     slices = [choose(items, (k, 3)) for k in range(3)]
     assert len(left_out) > 50

@@ -323,31 +323,7 @@ SIMULATED = [name for name in ARCHITECTURES if name not in ("mixtral", "bert_wit
 def test_gradients_on_simulated_ranks_are_the_mean_of_plain_ones(name: str) -> None:
     """On three ranks, and on 2 x 2 with HSDP; buffers are arguments, as torch.func wants what a call writes to."""
     for sizes in ({"shard": 3}, {"replicate": 2, "shard": 2}):
-        ranks = torch.Size(sizes.values()).numel()
-        made = build_architecture(name, ranks)
-        grads, losses = zip(*(plain(made, r) for r in range(ranks)), strict=True)
-        mean = {k: torch.stack([g[k] for g in grads]).mean(0) for k in grads[0]}
-        full = {k: v.detach() for k, v in made.model.named_parameters()}
-        buffers = {k: v.expand(ranks, *v.shape).clone() for k, v in made.model.named_buffers()}
-        for policy_name, policy in policies(made, name).items():
-
-            def run(mesh: fs.collectives.Mesh, batch: dict[str, Tensor], buffers: dict[str, Tensor], policy=policy):
-                spec = policy(made.model).on(mesh)
-
-                def loss(params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
-                    return made.loss(
-                        lambda *a, **k: fs.functional_call(made.model, params, a, k, spec=spec, buffers=buffers), batch
-                    )
-
-                grads, value = fs.grad_and_value(loss)(fs.shard(full, spec), buffers)
-                return fs.unshard(grads, spec), value
-
+        made = build_architecture(name, torch.Size(sizes.values()).numel())
+        for policy in policies(made, name).values():
             with unchanged(made.model):
-                got, values = fs.testing.spmd(run, sizes)(made.batches, buffers)
-            # Hugging Face takes losses in float32
-            torch.testing.assert_close(values, torch.stack(losses), rtol=1e-6, atol=0, msg=lambda m, w=policy_name: f"{w}: {m}")
-            for key in mean:
-                for rank in range(ranks):
-                    torch.testing.assert_close(
-                        got[key][rank], mean[key], **EXACT, msg=lambda m, w=(policy_name, key): f"{w}: {m}"
-                    )
+                fs.testing.assert_exact(made.loss, made.model, policy(made.model).on(sizes), made.batches)
