@@ -10,7 +10,7 @@ import torch
 from depth import at_most, depth, each, mark_seldom, seldom
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models import unchanged
+from models import module_class, unchanged
 from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,13 +22,11 @@ from funshard.collectives import Mesh
 Tree = dict[str, Tensor]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.linear(x)))
+Block = module_class(
+    "Block",
+    lambda width: {"linear": nn.Linear(width, width), "norm": nn.BatchNorm1d(width)},
+    lambda self, x: x + torch.tanh(self.norm(self.linear(x))),
+)
 
 
 torch.manual_seed(5)

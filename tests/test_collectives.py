@@ -26,25 +26,35 @@ from funshard.testing import spmd
 
 Op = Callable[[Tensor, Axis], Tensor]
 
-# name: (op, what counts at its input, what counts at its output). The two kinds of values of DESIGN.md: gathered ones
-# count with their mean over ranks, shards with their sum; "one" is a value that all ranks have alike and counts once.
-OPS: dict[str, tuple[Op, str, str]] = {
-    "gather_slices": (c.gather_slices, "sum", "mean"),
-    "gather_slices sum": (lambda x, a: c.gather_slices(x, a, reduce="sum"), "sum", "sum"),
-    "gather_values": (c.gather_values, "mean", "mean"),
-    "reduce_scatter": (c.reduce_scatter, "mean", "sum"),
-    "reduce_scatter sum": (lambda x, a: c.reduce_scatter(x, a, reduce="sum"), "sum", "sum"),
-    "all_reduce": (c.all_reduce, "mean", "mean"),
-    "all_reduce sum": (lambda x, a: c.all_reduce(x, a, reduce="sum"), "mean", "mean"),
-    "sum_shards": (c.sum_shards, "sum", "mean"),
-    "vary": (c.vary, "one", "mean"),
-    "vary sum": (lambda x, a: c.vary(x, a, reduce="sum"), "one", "sum"),
-    "broadcast": (lambda x, a: c.broadcast(x, a, src=a.size - 1), "mean", "mean"),
-    "all_to_all": (c.all_to_all, "sum", "sum"),
-    "permute": (c.permute, "mean", "mean"),
-    "permute to the next": (lambda x, a: c.permute(x, a, perm=[(i, i + 1) for i in range(a.size - 1)]), "sum", "sum"),
-    "scatter": (c.scatter, "one", "sum"),
-}
+
+def joined(x: Tensor) -> Tensor:
+    return x.flatten(0, 1).expand(len(x), -1, -1)
+
+
+# name: (op, what counts at its input, what counts at its output, what every rank gets). The two kinds of values of DESIGN.md:
+# gathered ones count with their mean over ranks, shards with their sum; "one" is a value that all have alike and counts once.
+OPS: dict[str, tuple[Op, str, str, Callable[[Tensor], Tensor]]] = {
+    "gather_slices": (c.gather_slices, "sum", "mean", joined),
+    "gather_slices sum": (lambda x, a: c.gather_slices(x, a, reduce="sum"), "sum", "sum", joined),
+    "gather_values": (c.gather_values, "mean", "mean", joined),
+    "reduce_scatter": (c.reduce_scatter, "mean", "sum", lambda x: torch.stack(x.mean(0).chunk(len(x)))),
+    "reduce_scatter sum": (
+        lambda x, a: c.reduce_scatter(x, a, reduce="sum"), "sum", "sum", lambda x: torch.stack(x.sum(0).chunk(len(x)))),
+    "all_reduce": (c.all_reduce, "mean", "mean", lambda x: x.mean(0).expand_as(x)),
+    "all_reduce sum": (lambda x, a: c.all_reduce(x, a, reduce="sum"), "mean", "mean", lambda x: x.sum(0).expand_as(x)),
+    "sum_shards": (c.sum_shards, "sum", "mean", lambda x: x.sum(0).expand_as(x)),
+    "vary": (c.vary, "one", "mean", lambda x: x),
+    "vary sum": (lambda x, a: c.vary(x, a, reduce="sum"), "one", "sum", lambda x: x),
+    "broadcast": (lambda x, a: c.broadcast(x, a, src=a.size - 1), "mean", "mean", lambda x: x[-1].expand_as(x)),
+    "all_to_all": (
+        c.all_to_all, "sum", "sum",
+        lambda x: torch.stack([torch.cat([y.chunk(len(x))[i] for y in x]) for i in range(len(x))])),
+    "permute": (c.permute, "mean", "mean", lambda x: x.roll(1, 0)),
+    "permute to the next": (
+        lambda x, a: c.permute(x, a, perm=[(i, i + 1) for i in range(a.size - 1)]), "sum", "sum",
+        lambda x: torch.cat([torch.zeros_like(x[:1]), x[:-1]])),
+    "scatter": (c.scatter, "one", "sum", lambda x: torch.stack([y.chunk(len(x))[i] for i, y in enumerate(x)])),
+}  # fmt: skip
 
 ranks = st.integers(1, 6)
 name = st.sampled_from(sorted(OPS))
@@ -62,51 +72,25 @@ def weigh(kind: str, x: Tensor, y: Tensor) -> Tensor:
     return products.sum() if kind == "sum" else products.mean() if kind == "mean" else products[0]
 
 
-def reference(op: str, x: Tensor) -> Tensor:
-    """What every rank gets, written out by hand."""
-    n = len(x)
-    total = x.sum(0)
-    rows = list(total.chunk(n))
-    match op:
-        case "gather_slices" | "gather_slices sum" | "gather_values":
-            return torch.stack([x.flatten(0, 1)] * n)
-        case "reduce_scatter":
-            return torch.stack(rows) / n
-        case "reduce_scatter sum":
-            return torch.stack(rows)
-        case "all_reduce":
-            return torch.stack([total / n] * n)
-        case "all_reduce sum" | "sum_shards":
-            return torch.stack([total] * n)
-        case "broadcast":
-            return torch.stack([x[-1]] * n)
-        case "all_to_all":
-            return torch.stack([torch.cat([x[j].chunk(n)[i] for j in range(n)]) for i in range(n)])
-        case "permute":
-            return x.roll(1, 0)
-        case "permute to the next":
-            return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
-        case "scatter":
-            return torch.stack([x[i].chunk(n)[i] for i in range(n)])
-        case _:
-            return x
-
-
 def run(op: str, x: Tensor) -> Tensor:
     return spmd(lambda mesh, x: OPS[op][0](x, mesh["shard"]), len(x))(x)
 
 
 @given(name, ranks, st.integers(0, 99))
 def test_values(op: str, n: int, seed: int) -> None:
-    """Each collective gives what its picture shows."""
-    x = inputs(OPS[op][1], n, seed)
-    assert torch.equal(run(op, x), reference(op, x))
+    """Each collective gives what its picture shows. It is linear: the derivative is the map, and of its tangent."""
+    f, before, _, picture = OPS[op]
+    x, t = inputs(before, n, seed), inputs(before, n, seed + 1)
+    assert torch.equal(run(op, x), picture(x))
+    tangents = spmd(lambda mesh, x, t: torch.func.jvp(lambda x: f(x, mesh["shard"]), (x,), (t,))[1], n)(x, t)
+    assert torch.equal(tangents, picture(t))
 
 
 @given(name, ranks, st.integers(0, 99))
 def test_g2_adjoint(op: str, n: int, seed: int) -> None:
-    """<op x, y> == <x, transpose y>, in the inner products of the two kinds of values."""
-    f, before, after = OPS[op]
+    """<op x, y> == <x, transpose y> in the inner products of the two kinds of values; the transpose of the transpose is the
+    collective again (for scatter: on values that all ranks have alike)."""
+    f, before, after, _ = OPS[op]
     x = inputs(before, n, seed)
     y = inputs("any", n, seed + 1)[:, : run(op, x).shape[1]] if run(op, x).shape[1] <= 2 * n else torch.ones_like(run(op, x))
 
@@ -114,13 +98,6 @@ def test_g2_adjoint(op: str, n: int, seed: int) -> None:
         return torch.func.vjp(lambda x: f(x, mesh["shard"]), x)[1](y)[0]
 
     assert torch.equal(weigh(after, run(op, x), y), weigh(before, x, spmd(transpose, n)(x, y)))
-
-
-@given(name, ranks, st.integers(0, 99))
-def test_g2_transpose_of_transpose(op: str, n: int, seed: int) -> None:
-    """The transpose of the transpose is the collective again (for scatter: on values that all ranks have alike)."""
-    f, before, _ = OPS[op]
-    x = inputs(before, n, seed)
 
     def twice(mesh: Mesh, x: Tensor) -> Tensor:
         def once(y: Tensor) -> Tensor:
@@ -132,19 +109,10 @@ def test_g2_transpose_of_transpose(op: str, n: int, seed: int) -> None:
     assert torch.equal(spmd(twice, n)(x), run(op, x))
 
 
-@given(name, ranks, st.integers(0, 99))
-def test_jvp_is_the_collective_of_the_tangent(op: str, n: int, seed: int) -> None:
-    """Linear maps: the derivative is the map."""
-    f, before, _ = OPS[op]
-    x, t = inputs(before, n, seed), inputs(before, n, seed + 1)
-    tangents = spmd(lambda mesh, x, t: torch.func.jvp(lambda x: f(x, mesh["shard"]), (x,), (t,))[1], n)(x, t)
-    assert torch.equal(tangents, run(op, t))
-
-
 @given(name, ranks, st.integers(0, 2), st.booleans(), st.integers(0, 99))
 def test_vmap_rules(op: str, n: int, in_dim: int, outside: bool, seed: int) -> None:
     """One collective over a batch equals one for each entry, for every in_dim, with vmap inside and outside the ranks."""
-    f, before, _ = OPS[op]
+    f, before, *_ = OPS[op]
     entries = [inputs(before, n, seed + i) for i in range(3)]
     expected = torch.stack([run(op, x) for x in entries])
     if outside:
@@ -159,7 +127,7 @@ def test_vmap_rules(op: str, n: int, in_dim: int, outside: bool, seed: int) -> N
 @given(name, st.integers(0, 99))
 def test_grad_outside_of_the_ranks(op: str, seed: int) -> None:
     """Differentiating through the whole simulation applies the same transposes as differentiating inside it."""
-    f, before, _ = OPS[op]
+    f, before, *_ = OPS[op]
     x = inputs(before, 3, seed, high=3)
 
     def inside(mesh: Mesh, x: Tensor) -> Tensor:
@@ -197,7 +165,7 @@ def test_errors(call: Callable[[Axis], Tensor], error: type[Exception], match: s
 def test_one_rank_is_the_identity() -> None:
     """An axis of one rank sends nothing, whatever the op, and needs no process group."""
     x = torch.ones(2)
-    for name, (f, _, _) in OPS.items():
+    for name, (f, *_) in OPS.items():
         assert torch.equal(f(x, ProcessAxis(1, 0)), torch.zeros(2) if name == "permute to the next" else x)
 
 
@@ -310,7 +278,7 @@ def test_a_compiled_step_on_groups_that_are_gone_is_refused() -> None:
 def collective_results(mesh: Mesh, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
     axis = mesh["shard"]
     out = {}
-    for name, (op, _, _) in OPS.items():
+    for name, (op, *_) in OPS.items():
 
         def cubed(x: Tensor, op=op) -> Tensor:
             return (op(x, axis) ** 3).sum()

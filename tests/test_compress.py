@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import strategies
 import torch
 from depth import depth, each, every
 from hypothesis import given, settings
@@ -72,28 +71,6 @@ def slices(full: fs.Params, layout: str) -> fs.Params:
 
 def mean(full: fs.Params, layout: str, axes: tuple[str, ...] | None = None) -> fs.Params:
     return mean_over(full, LAYOUTS[layout][1], axes)
-
-
-@settings(max_examples=depth(6, 300))
-@given(st.data())
-def test_exact_is_the_transpose_of_unshard(data: st.DataObject) -> None:
-    """For any model, policy and mesh, and so is PowerSGD of full rank."""
-    model = data.draw(strategies.modules())
-    policy = data.draw(strategies.policies(model))
-    sizes = data.draw(strategies.meshes(4))
-    compressors = [exact(), powersgd(99, min_compression_rate=0), powersgd(99, batched=True, min_compression_rate=0)]
-
-    def rank(mesh: Any, grads: fs.Params) -> Any:
-        spec = policy(model).on(mesh)
-        names, transpose = torch.func.vjp(lambda p: fs.unshard(p, spec), fs.shard(grads, spec))
-        cotangents = {n: next(grads[alias] for alias in spec.by_name[n][1].names if alias in grads) for n in names}
-        return [c.reduce(grads, c.init(spec), spec)[0] for c in compressors], transpose(cotangents)[0]
-
-    full = gradients(math.prod(sizes.values()), model=model)
-    if full:
-        outs, want = fs.testing.spmd(rank, sizes)(full)
-        for out in outs:
-            assert_close(out, want)
 
 
 @each_compressor

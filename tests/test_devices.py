@@ -106,21 +106,14 @@ def test_the_device_that_the_group_is_bound_to(world: dist.ProcessGroup, monkeyp
     assert Mesh.world().device == torch.device("cuda", 2)
 
 
-class Shifted(nn.Linear):
-    """A layer with a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 4, bias=False)
-        self.register_buffer("shift", torch.zeros(4))
-
-
 @needs_driver
 @pytest.mark.parametrize("moved", ["weight", "shift"])
 def test_a_model_on_another_device_than_the_groups(moved: str, world: dist.ProcessGroup, monkeypatch: Any) -> None:
     """set_device was forgotten: shards went to cuda:0, the rest stayed on cuda:3, and torch's words came in forward."""
     machine(monkeypatch, NCCL, cuda=True)
     with FakeTensorMode():
-        model = Shifted()
+        model = nn.Linear(3, 4, bias=False)
+        model.register_buffer("shift", torch.zeros(4))
         spec = fs.policies.whole(fs.P("shard", align=1))(model)
         own = model._parameters if moved == "weight" else model._buffers
         own[moved] = nn.Parameter(torch.empty(4, 3, device="cuda:3")) if moved == "weight" else torch.empty(4, device="cuda:3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -207,35 +208,32 @@ def test_mixtral_on_one_rank(alone: Pool) -> None:
     alone.run(mixtral_rank, {"expert": 1, "shard": 1})
 
 
-def mixtral_files(rank: int, folder: str) -> None:
+@needs_moe
+@pytest.mark.skipif(not importlib.util.find_spec("safetensors"), reason="needs safetensors")
+@real_ranks(4)
+def test_mixtral_files_have_whole_experts(rank: int, tmp_path: Path) -> None:
     """What save_pretrained wrote, read into pieces, and what they export, read by transformers, are the same bits."""
     import mixtral
     from transformers import MixtralForCausalLM
 
-    whole = whole_mixtral()
+    given, folder, whole = tmp_path / "given", tmp_path / "exported", whole_mixtral()
     if rank == 0:
-        whole.save_pretrained(f"{folder}/given")
+        whole.save_pretrained(given)
     torch.distributed.barrier()
-    loaded = MixtralForCausalLM.from_pretrained(f"{folder}/given")
+    loaded = MixtralForCausalLM.from_pretrained(given)
     mesh = fs.collectives.Mesh.of(mesh_of(expert=2, shard=2))
     model = mixtral.split_experts(loaded, mesh["expert"])
     spec = mixtral.policy()(model).on(mesh)
     params = fs.shard(loaded, spec)
-    fs.checkpoint.export(f"{folder}/exported", params, spec)
+    fs.checkpoint.export(str(folder), params, spec)
     if rank == 0:
-        whole.config.save_pretrained(f"{folder}/exported")
-        exported = dict(MixtralForCausalLM.from_pretrained(f"{folder}/exported").named_parameters())
+        whole.config.save_pretrained(folder)
+        exported = dict(MixtralForCausalLM.from_pretrained(folder).named_parameters())
         for name, p in whole.named_parameters():
             assert torch.equal(exported[name], p), name
     torch.distributed.barrier()
-    read = fs.checkpoint.read_safetensors(f"{folder}/exported", spec)
+    read = fs.checkpoint.read_safetensors(str(folder), spec)
     assert all(torch.equal(read[key], p) for key, p in params.items())
-
-
-@needs_moe
-def test_mixtral_files_have_whole_experts(gloo4: Pool, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    gloo4.run(mixtral_files, str(tmp_path))
 
 
 # --- shards over one axis of weights that are split by hand over another ---
@@ -313,10 +311,11 @@ def test_clip_grad_norm_2d(rank: int, p: float) -> None:
     torch.testing.assert_close(full["0.down.weight"], plain[2].weight.grad.chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
 
 
-def refuse(rank: int, folder: str) -> list[str]:
-    """Norms and checkpoints over one axis of a mesh, whose other axis splits the model: the errors."""
+@real_ranks(4)
+def test_a_mesh_of_some_ranks_is_refused_by_norms_and_checkpoints(rank: int, tmp_path: Path) -> None:
+    """Clipping would drift and one checkpoint would have the slices of another: unless the spec says ``submesh=True``."""
     _, model, spec, _, at = split(5, 34, reshard=True)
-    own = spec.on(mesh_of(shard=2, tp=2)["shard"])
+    own, folder = spec.on(mesh_of(shard=2, tp=2)["shard"]), str(tmp_path)
     params = fs.shard(model, own)
     fs.functional_call(model, params, (torch.ones(2, 5, dtype=torch.float64),), spec=own)  # which says nothing of the others
     said = []
@@ -332,20 +331,15 @@ def refuse(rank: int, folder: str) -> list[str]:
         with pytest.raises(ValueError, match=r"the spec's mesh \{'shard': 2\} has 2 of 4 ranks: expected all of") as error:
             call()
         said.append(str(error.value))
+    assert all("spec.on(mesh, submesh=True)" in text for text in said)
+    assert said[3].startswith("checkpoint.save: ")
     path = f"{folder}/{at[1]}"
     fs.checkpoint.save(path, params, spec)
     loaded = fs.checkpoint.load(path, spec)
     assert all(loaded[key].equal(params[key]) for key in params)
     alone = fs.policies.whole()(model).on({"shard": 1})  # which talks to nobody
     fs.optim.global_norm(fs.shard(model, alone), alone)
-    return said
-
-
-def test_a_mesh_of_some_ranks_is_refused_by_norms_and_checkpoints(gloo4: Pool, tmp_path: Path) -> None:
-    """Clipping would drift and one checkpoint would have the slices of another: unless the spec says ``submesh=True``."""
-    for said in gloo4.run(refuse, str(tmp_path)):
-        assert all("spec.on(mesh, submesh=True)" in text for text in said)
-        assert said[3].startswith("checkpoint.save: ")
+    torch.distributed.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
@@ -387,11 +381,15 @@ def along() -> Tree:
     return {name: p.cos() for name, p in whole_params().items()}
 
 
-STAGES = [{"stage": 2, "shard": 2}, {"stage": 4, "shard": 1}, {"stage": 1, "shard": 4}, {"shard": 2, "stage": 2}]
+STAGES = [{"stage": 2, "shard": 1}, {"stage": 2, "shard": 2}, {"stage": 4, "shard": 1}, {"stage": 1, "shard": 4}]
+STAGES += [{"shard": 2, "stage": 2}]
 
 
-def on_ranks(rank: int, sizes: dict[str, int]) -> int:
-    """Both schedules; the most micro-batches whose activations a rank keeps in 1F1B."""
+@at_most(2)
+@each(sizes=mark_seldom(STAGES, *STAGES[:3]))
+@real_ranks(lambda sizes: math.prod(sizes.values()))
+def test_both_schedules(rank: int, sizes: dict[str, int]) -> None:
+    """1F1B keeps activations of S - s micro-batches on stage s of S, whatever their number."""
     mesh = mesh_of(**sizes)
     xy = batches({"stage": sizes["stage"], "shard": sizes["shard"]})[mesh.get_local_rank("shard")]
     model = gpt(sizes["stage"])
@@ -423,21 +421,7 @@ def on_ranks(rank: int, sizes: dict[str, int]) -> int:
     assert kept == 0
     check(shards, spec, want)
     assert (value > 0) == (mesh.get_local_rank("stage") == sizes["stage"] - 1)
-    return most
-
-
-@at_most(1)
-@each(sizes=mark_seldom(STAGES, *STAGES[:2]))
-def test_both_schedules_on_four_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
-    """1F1B keeps activations of S - s micro-batches on stage s of S, whatever their number."""
-    stages = torch.arange(4).view(*sizes.values())
-    at = [*sizes].index("stage")
-    of_rank = torch.arange(sizes["stage"]).view([-1 if i == at else 1 for i in range(2)]).expand(stages.shape).flatten()
-    assert gloo4.run(on_ranks, sizes) == [sizes["stage"] - int(stage) for stage in of_rank]
-
-
-def test_both_schedules_on_two_ranks(gloo2: Pool) -> None:
-    assert gloo2.run(on_ranks, {"stage": 2, "shard": 1}) == [2, 1]
+    assert most == sizes["stage"] - mesh.get_local_rank("stage")
 
 
 @seldom

@@ -233,11 +233,10 @@ def test_train_parity(rank: int, ranks: int, name: str, way: str) -> None:
     check_parity(rank, model, spec, tokens, next_token, way=way)
 
 
-HIGHER = ["fs.grad", "jvp", "hvp", "grad of grad", "double backward", "vjp"]
 ORDERS = {"skipped": (0,), "reversed": (1, 0), "twice": (0, 0, 1), "in turn": (0, 1, 0, 1), "between": (0, 2, 1)}
 
 
-@each(ps=["group", "group remat"], transform=HIGHER, order=ORDERS)
+@each(ps=["group", "group remat"], transform=["fs.grad", "jvp", "hvp", "grad of grad", "double backward", "vjp"], order=ORDERS)
 def test_every_order_of_its_modules(gloo2: Pool, order: str, transform: str, ps: str) -> None:
     """Modules of a group that run in any order, again, or not at all."""
     case = Case(("Linear", "Mlp", "layer_norm"), (ps, ps, "shard"), transform, ORDERS[order])
@@ -286,17 +285,12 @@ def test_groups_in_host_memory(rank: int) -> None:
         check_parity(rank, model, spec, steps=2)
 
 
-def adapted(p: P, name: str) -> tuple[nn.Module, fs.PartitionSpec]:
-    """Two frozen layers with adapters as one group, and a frozen head, at rest in a codec."""
-    p, model = dataclasses.replace(p, at_rest=CODECS[name]), model_of()
-    return model, override(by_group([Adapted], p=p), fs.by_path({"": p}))(model).bound
-
-
 @each(checked=[False, True], p=[P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], name=CODECS, way=MAIN_WAYS)
 @real_ranks(2)
 def test_groups_at_rest_in_a_codec(rank: int, p: P, name: str, way: str, checked: bool) -> None:
     """Values and gradients are the plain model's with the decoded weights, also inside of fs.check()."""
-    model, spec = adapted(p, name)
+    model, p = model_of(), dataclasses.replace(p, at_rest=CODECS[name])
+    spec = override(by_group([Adapted], p=p), fs.by_path({"": p}))(model).bound  # two layers with adapters, and a head
     assert {unit.key: unit.at_rest is not None for unit in spec} == {"": True, "0+1": False, "0+1:frozen": True}
     grads, losses = expected(model, CODECS[name], XS[:2])
     trained, frozen = fs.partition(fs.shard(model, spec), spec)

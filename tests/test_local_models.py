@@ -244,17 +244,6 @@ NORMS = (1.0, 2.0, float("inf"))
 WANTED = torch.stack([*(torch.linalg.vector_norm(vector(WHOLE), p) for p in NORMS), vector(WHOLE).square().sum()]).repeat(2)
 
 
-def clipped_derivative(spec: fs.PartitionSpec) -> fs.Params:
-    """The gradient of a sum over clipped pieces, of which each rank has a part."""
-
-    def loss(tree: fs.Params) -> Tensor:
-        clipped, _ = fs.optim.clip_by_global_norm(tree, spec, 1.0)
-        weight = fs.collectives.gather_slices(clipped["weight"], spec.axis("tensor"))
-        return weight.pow(3).sum() + clipped["bias"].cos().sum()
-
-    return torch.func.grad(loss)(my_pieces(spec))
-
-
 @real_ranks(4)
 def test_norms_count_every_piece_once(rank: int) -> None:
     """On simulated ranks and on real ones."""
@@ -263,11 +252,19 @@ def test_norms_count_every_piece_once(rank: int) -> None:
 
 
 def test_the_derivative_of_clipped_pieces() -> None:
+    """Of a sum over them, of which each rank has a part."""
+
     def loss(tree: fs.Params) -> Tensor:
         scale = 1.0 / (vector(tree).norm() + 1e-6)
         return (tree["weight"] * scale).pow(3).sum() + (tree["bias"] * scale).cos().sum()
 
-    got, want = of_all_ranks(clipped_derivative), torch.func.grad(loss)(WHOLE)
+    def of_pieces(tree: fs.Params, spec: fs.PartitionSpec) -> Tensor:
+        clipped, _ = fs.optim.clip_by_global_norm(tree, spec, 1.0)
+        weight = fs.collectives.gather_slices(clipped["weight"], spec.axis("tensor"))
+        return weight.pow(3).sum() + clipped["bias"].cos().sum()
+
+    got = of_all_ranks(lambda spec: torch.func.grad(of_pieces)(my_pieces(spec), spec))
+    want = torch.func.grad(loss)(WHOLE)
     torch.testing.assert_close(got["weight"], want["weight"].view(2, 1, 2, 2).expand(2, 2, 2, 2).flatten(0, 1))
     torch.testing.assert_close(got["bias"], want["bias"].expand(4, 2))
 

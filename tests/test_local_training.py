@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import test_compress_law
 import torch
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom, seldom
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import funshard as fs
 from funshard import Compile, P, Precision, Remat
-from funshard.compress import Compressor, exact, powersgd, quantize, switch
+from funshard.compress import Compressor, exact, powersgd, quantize
 
 Tree = dict[str, Tensor]
 KINDS = ("pair", "experts", "replicated")
@@ -253,14 +254,8 @@ def test_derivative_of_a_rate(max_norm: float | None) -> None:
 
 
 # --- compressors: over a local axis nothing is sent, and the mean divides by its size ---
-LOSSLESS: dict[str, Callable[[Any], Compressor[Any]]] = {
-    "exact": exact,
-    "switch": lambda axes: switch(0, exact(()), exact(axes)),
-    "quantize": lambda axes: quantize(1, axes=axes),
-    "powersgd of full rank": lambda axes: powersgd(99, axes=axes, min_compression_rate=0),
-    "powersgd of buffers": lambda axes: powersgd(99, axes=axes, batched=True, min_compression_rate=0),
-}
-TOLERANCES = {"quantize": {"rtol": 1e-5, "atol": 1e-6}}
+LOSSLESS: dict[str, Callable[[Any], Compressor[Any]]] = {"exact": exact} | test_compress_law.LOSSLESS
+TOLERANCES = {"each alone": {"rtol": 1e-5, "atol": 1e-6}}
 
 
 def reduced(compressor: Compressor[Any], spec: fs.PartitionSpec, loss: Callable[[Tree], Tensor], params: Tree) -> Tree:
@@ -272,7 +267,7 @@ def reduced(compressor: Compressor[Any], spec: fs.PartitionSpec, loss: Callable[
 def test_gradients_of_one_process(name: str, options: dict[str, Any], sizes: dict[str, int]) -> None:
     """Over all axes, and by a compressor that takes some of them and leaves the others to exact reductions."""
     case = Setting(KINDS, sizes, options)
-    axes = [None, ("replicate", "expert")] if name.startswith(("quantize", "powersgd")) else [None]
+    axes = [None] if name in ("exact", "switch") else [None, ("replicate", "expert")]
 
     def rank(mesh: Any, x: Tensor) -> list[Tree]:
         on = case.on(mesh)

@@ -19,6 +19,7 @@ from depth import at_most, depth, mark_seldom
 from gradient_cases import Case, agree, assert_shards_of_mean, cases, inputs, mean_loss, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import module_class
 from parity import shards_of
 from ranks import Pool
 from torch import Tensor, nn
@@ -260,17 +261,12 @@ def test_inner_products_of_shards(case: Case) -> None:
     agree(gradient, twice)
 
 
-class Convex(nn.Module):
-    """Multinomial logistic regression on the inputs and their squares."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.direct, self.squares = nn.Linear(3, 4), nn.Linear(3, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.direct(x) + self.squares(x**2)
-
-
+Convex = module_class(
+    "Convex",
+    lambda: {"direct": nn.Linear(3, 4), "squares": nn.Linear(3, 4, bias=False)},
+    lambda self, x: self.direct(x) + self.squares(x**2),
+)
+"""Multinomial logistic regression on the inputs and their squares."""
 CONVEX = Convex().double()
 
 

@@ -15,19 +15,7 @@ import torch
 from collective_log import Collectives, gathers, reduce, scatters, world
 from depth import at_most, depth, each, every
 from models import module_class
-from parity import (
-    MAIN_WAYS,
-    STRATEGIES,
-    WAYS,
-    numbers,
-    plain_call,
-    same,
-    sharded_call,
-    shards_of,
-    squared,
-    squared_loss,
-    step_with,
-)
+from parity import MAIN_WAYS, STRATEGIES, WAYS, numbers, same, sharded_call, shards_of, squared, squared_loss, step_with
 from peer_models import MLP, chain, fsdp2
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -169,7 +157,7 @@ def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, res
                 peer.get_submodule(key).set_requires_gradient_sync(last or key not in held, recurse=False)
             peer.set_requires_all_reduce(last or not partial)
             peer.set_is_last_backward(last)
-            loss = squared(plain_call(peer), x)
+            loss = squared(peer, x)
             loss.backward()
             assert_close(got.losses[i], loss.detach())
         expected = {name: p.grad.full_tensor() for name, p in peer.named_parameters()}

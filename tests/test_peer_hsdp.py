@@ -13,20 +13,9 @@ import torch
 import torch.distributed as dist
 from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
-from depth import at_most, depth, each, mark_seldom
+from depth import at_most, depth, mark_seldom
 from models import module_class
-from parity import (
-    WAYS,
-    check_parity,
-    next_token,
-    numbers,
-    same,
-    sharded_call,
-    shards_of,
-    squared,
-    step_with,
-    tokens,
-)
+from parity import WAYS, next_token, numbers, same, sharded_call, shards_of, squared, step_with, tokens
 from peer_models import MLP, Block, Net, Transformer, fsdp2
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -37,27 +26,7 @@ from funshard import P, checkpoint
 from funshard.collectives import Mesh, broadcast
 
 NAMES = ("replicate", "shard")
-BOTH = P(NAMES)
-
-
-def uneven(dim: int) -> nn.Module:
-    """The model of ``test_train_parity_hsdp``."""
-    return nn.Sequential(nn.LayerNorm(dim, bias=False).double(), MLP(dim, 3 * dim), MLP(dim, dim), MLP(dim, 3 * dim))
-
-
-# --- parity ---
-SETTINGS = [P("shard"), P("shard", reshard=False), P("shard", remat=True)]
-
-
-@at_most(2)
-@each(p=SETTINGS, dim=[3, 16, 17], way=["fs", "torch.func"])
-@real_ranks(4)
-def test_train_parity_hsdp(rank: int, dim: int, p: P, way: str) -> None:
-    """Iterations of three micro-batches on 2 x 2. One all-reduce for all of them: test_gradient_accumulation."""
-    model = uneven(dim)
-    batches = lambda rank, step: [numbers(rank, 10 * step + micro, dim) for micro in range(3)]  # noqa: E731
-    loss = lambda call, xs: sum(squared(call, x) for x in xs)  # noqa: E731
-    check_parity(rank, model, fs.by_type(MLP, p=p)(model).on(mesh_of(2, 2)), batches, loss, way=way, steps=depth(2, 5))
+BOTH = P(("replicate", "shard"))
 
 
 def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tuple[list[Tensor], fs.Params]:
@@ -71,31 +40,6 @@ def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tupl
         step_with(grads, params, adam)
         losses.append(value)
     return losses, fs.unshard(params, spec)
-
-
-@real_ranks(4)
-def test_fsdp_hybrid_shard_parity(rank: int) -> None:
-    """Losses of Adam iterations, gradients and parameters are the plain model's: by every P of the mesh."""
-    model = Transformer(depth(1, 3))
-    for p in (P("shard"), P("shard", reshard=False), BOTH, P(NAMES[::-1]), P("replicate"), P()):
-        check_parity(rank, model, fs.by_type(Block, p=p)(model).on(mesh_of(2, 2)), tokens, next_token, steps=depth(2, 5))
-
-
-MIXED = {"tokens": P("shard"), "positions": P("shard", reshard=False), "layers.*": BOTH, "output": P()}
-"""An HSDP embedding, FSDP blocks, a DDP head; what is left is the root's."""
-
-
-@at_most(1)
-@each(root=[P("shard"), P("replicate"), P()], way=["fs", "torch.func", "backward"])
-@real_ranks(4)
-def test_each_unit_its_own_strategy(rank: int, way: str, root: P) -> None:
-    """FSDP blocks, a DDP head and an HSDP embedding of one model on one mesh."""
-    model = Transformer(depth(1, 3))
-    spec = fs.by_path(MIXED, p=root)(model).on(mesh_of(2, 2))
-    others = {key: p for key, p in {"": root, **MIXED}.items() if "layers" not in key}
-    assert {unit.key: unit.p for unit in spec if "layers" not in unit.key} == others
-    assert [spec.size(unit) for unit in spec if unit.path.startswith("layers")] == [4] * len(model.layers)
-    check_parity(rank, model, spec, tokens, next_token, way=way, steps=depth(2, 3))
 
 
 def test_what_each_strategy_sends() -> None:

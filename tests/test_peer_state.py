@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import same
-from depth import at_most, each, mark_seldom, seldom
+from depth import at_most, each, seldom
 from parity import average_gradients, numbers, sharded_call, squared
 from peer_models import MLP, Net, fsdp1, fsdp2
 from ranks import Pool, mesh_of, real_ranks
@@ -329,7 +329,20 @@ def full_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
     return get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
 
 
-def loaded_by_us(rank: int, kind: str, policy: str, folder: str) -> None:
+KINDS = ["fsdp2", "hsdp", "fsdp1", "ddp", "compiled", "checkpointed", "plain"]
+SAVED = [(2, kind) for kind in KINDS[::2]]
+SAVED += [pytest.param(ranks, kind, marks=seldom) for ranks, kind in (*((2, kind) for kind in KINDS[1::2]), (4, "hsdp"))]
+
+
+@at_most(1)
+@each
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("ranks", "kind"), SAVED)
+@pytest.mark.usefixtures("not_on_worst")  # where torch's FSDP1 asks the group for a device
+@real_ranks(lambda ranks: ranks)
+def test_what_others_save_is_loaded(rank: int, ranks: int, kind: str, policy: str, tmp_path: Path) -> None:
+    """By names: weights, averages and counts bit for bit, and the next step is theirs."""
+    folder = f"{tmp_path}/theirs"
     with quiet():
         model = wrapped(kind)
         optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZERS["AdamW"][1])
@@ -360,27 +373,9 @@ def loaded_by_us(rank: int, kind: str, policy: str, folder: str) -> None:
         weights, states = full_of(model, optimizer)
     params, state = one_step(Net(), spec, params, found["optim"]["state"], update, x)
     averages = fs.unshard({key: slots["exp_avg"] for key, slots in state.items()}, spec)
-    equal = same if dist.get_world_size() == 2 else torch.testing.assert_close  # of four the order of the sum is another
+    equal = same if ranks == 2 else torch.testing.assert_close  # of four the order of the sum is another
     equal(fs.unshard(params, spec), weights)
     equal(averages, {name: slots["exp_avg"] for name, slots in states.items()})
-
-
-KINDS = ["fsdp2", "hsdp", "fsdp1", "ddp", "compiled", "checkpointed", "plain"]
-
-
-@at_most(1)
-@each
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", mark_seldom(KINDS, *[*KINDS][::2]))
-@pytest.mark.usefixtures("not_on_worst")  # where torch's FSDP1 asks the group for a device
-def test_what_others_save_is_loaded(gloo2: Pool, kind: str, policy: str, tmp_path: Path) -> None:
-    """By names: weights, averages and counts bit for bit, and the next step is theirs."""
-    gloo2.run(loaded_by_us, kind, policy, str(tmp_path / "theirs"))
-
-
-@seldom
-def test_what_hsdp_saves_is_loaded_on_four_ranks(gloo4: Pool, tmp_path: Path) -> None:
-    gloo4.run(loaded_by_us, "hsdp", "blocks", str(tmp_path / "theirs"))
 
 
 # --- The other way. ---

@@ -14,20 +14,7 @@ import torch
 from cases import owned
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom
-from parity import (
-    MAIN_WAYS,
-    WAYS,
-    average_gradients,
-    next_token,
-    numbers,
-    same,
-    sharded_call,
-    shards_of,
-    squared,
-    squared_loss,
-    step_with,
-    tokens,
-)
+from parity import MAIN_WAYS, WAYS, next_token, numbers, same, sharded_call, shards_of, squared_loss, step_with, tokens
 from peer_models import MLP, Block, Net, Transformer, chain, frozen, fsdp1, fsdp2
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -163,25 +150,16 @@ def test_fsdp1(rank: int, name: str) -> None:
 
 
 # --- all-gather extensions ---
-def rounded(x: Tensor) -> tuple[Tensor, ...]:
-    return (x.bfloat16(),)
-
-
-def widened(x: Tensor) -> Tensor:
-    return x.float()
-
-
 def two_tensors(x: Tensor) -> tuple[Tensor, ...]:
     """A sum of two, as the ``TwoTensor`` of torch's test."""
     high = x.bfloat16()
     return high, (x - high.float()).half()
 
 
-def added(high: Tensor, low: Tensor) -> Tensor:
-    return high.float() + low.float()
-
-
-CODECS = {"rounded": Codec(rounded, widened), "two tensors": Codec(two_tensors, added)}
+CODECS = {
+    "rounded": Codec(lambda x: (x.bfloat16(),), lambda x: x.float()),
+    "two tensors": Codec(two_tensors, lambda high, low: high.float() + low.float()),
+}
 
 
 def extend(module: nn.Module, codec: Codec) -> None:
@@ -225,9 +203,9 @@ def test_all_gather_extensions_train_parity(
     for step in range(depth(2, 10)):
         x = numbers(rank, step).float()
         theirs.zero_grad()
-        expected = squared(peer, x).float()
+        expected = (peer(x) ** 2).mean().float()
         expected.backward()
-        grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x).float())(params)
+        grads, value = fs.grad_and_value(lambda p: squared_loss(model, spec, x)(p).float())(params)
         assert_close(value, expected.detach(), rtol=1e-5, atol=0)
         full = fs.unshard(grads, spec)
         same(full, {n: p.grad.full_tensor() for n, p in peer.named_parameters()}, f"gradient at step {step}")
@@ -247,7 +225,7 @@ def test_extensions_see_slices_of_the_shard_mesh(shape: tuple[int, ...]) -> None
 
     def decode(*tensors: Tensor) -> Tensor:
         decoded.append(tensors)
-        return added(*tensors)
+        return CODECS["two tensors"].decode(*tensors)
 
     size = shape[-1]
     with world(8):
@@ -274,11 +252,6 @@ def own_gather(shard: Tensor, axis: Axis) -> Tensor:
     return all_to_all(shard.repeat(axis.size), axis)
 
 
-def own_reduce(buffer: Tensor, axis: Axis) -> Tensor:
-    """The sum of what every rank has of this one's slice, in the ranks' order."""
-    return all_to_all(buffer, axis).view(axis.size, -1).sum(0)
-
-
 @real_ranks(4)
 def test_set_custom_all_gather_and_reduce_scatter(rank: int) -> None:
     """Your own differentiable gather replaces the default, both ways; so does your own reduction of full gradients."""
@@ -290,7 +263,7 @@ def test_set_custom_all_gather_and_reduce_scatter(rank: int) -> None:
 
     def through(params: fs.Params) -> Tensor:
         full = fs.unflatten({key: own_gather(shard, axis) for key, shard in params.items()}, spec)
-        return squared(sharded_call(model, full, spec), x) / axis.size
+        return squared_loss(model, spec, x)(full) / axis.size
 
     for way in MAIN_WAYS:
         with Collectives() as sent:
@@ -303,10 +276,9 @@ def test_set_custom_all_gather_and_reduce_scatter(rank: int) -> None:
     with Collectives() as sent:
         own = fs.grad(squared_loss(model, spec, x))(full)
     assert not sent.all
-    reduced = {key: own_reduce(buffer, axis) / axis.size for key, buffer in fs.flatten(own, spec).items()}
+    exchanged = {key: all_to_all(buffer, axis).view(axis.size, -1).sum(0) for key, buffer in fs.flatten(own, spec).items()}
+    reduced = {key: buffer / axis.size for key, buffer in exchanged.items()}  # the ranks' sum of this one's slice
     same(reduced, default, "reduced by hand")
-    squared(model, x).backward()
-    same(fs.unshard(reduced, spec), average_gradients(model), "gradient")
 
 
 # --- no copy where there is nothing to gather ---
@@ -353,7 +325,7 @@ def test_unsharded_views(where: str, trained: bool) -> None:
         assert dict(seen) == places
         seen.clear()
         for way in ("fs", "backward"):
-            WAYS[way](lambda given: squared(sharded_call(model, params, spec), given["x"]))({"x": x})
+            WAYS[way](lambda given: squared_loss(model, spec, given["x"])(params))({"x": x})
         if trained:
             WAYS["fs"](squared_loss(model, spec, x))(params)
         assert set(seen) == set(places.items())

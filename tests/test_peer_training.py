@@ -10,34 +10,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import parity
 import pytest
 import torch
 import torch.distributed as dist
 from collective_log import world
 from depth import at_most, depth, every, seldom
 from models import module_class, unchanged
-from parity import (
-    MAIN_WAYS,
-    STRATEGIES,
-    WAYS,
-    Loss,
-    average_gradients,
-    check_parity,
-    next_token,
-    numbers,
-    same,
-    sharded_call,
-    shards_of,
-    squared,
-    squared_loss,
-    tokens,
-)
+from parity import STRATEGIES, WAYS, next_token, numbers, same, sharded_call, shards_of, squared, squared_loss, tokens
 from peer_models import MLP, Block, Chunked, Net, Transformer, chain, frozen
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from test_memory import Alive
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -142,21 +129,18 @@ Middle = module_class(
 )
 
 
-class FineTuned(nn.Module):
-    """A trunk and a head; the trunk may run under no_grad."""
-
-    def __init__(self, quiet: bool) -> None:
-        super().__init__()
-        self.quiet = quiet
-        self.trunk, self.head = chain(), nn.Linear(5, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.quiet):
-            x = self.trunk(x)
-        return self.head(x)
-
-
+FineTuned = module_class(
+    "FineTuned",
+    lambda quiet: {"quiet": quiet, "trunk": chain(), "head": linear(5, 2)},
+    lambda self, x: self.head((torch.no_grad()(self.trunk) if self.quiet else self.trunk)(x)),
+)
+"""A trunk and a head; the trunk may run under no_grad."""
 NoInput = module_class("NoInput", lambda: {"weight": nn.Parameter(torch.randn(7).double())}, lambda self: self.weight.exp())
+
+
+def uneven(dim: int) -> nn.Module:
+    """The model of ``test_train_parity_hsdp``."""
+    return nn.Sequential(nn.LayerNorm(dim, bias=False).double(), MLP(dim, 3 * dim), MLP(dim, dim), MLP(dim, 3 * dim))
 
 
 def bitfit() -> nn.Module:
@@ -173,63 +157,16 @@ def other_strides() -> nn.Module:
 
 
 # --- the claims ---
-def chunked_loss(call: Any, ids: Tensor) -> Tensor:
-    return sum((call(chunk, method="project") ** 2).mean() for chunk in call(ids, method="trunk").chunk(3, 1))
-
-
-def checkpointed_loss(call: Any, ids: Tensor) -> Tensor:
-    return next_token(lambda ids: checkpoint(call, ids, use_reentrant=False), ids)
-
-
-def either_output(call: Any, batch: tuple[Tensor, bool]) -> Tensor:
-    x, both = batch
-    first, second = call(x)
-    return first.sum() + second.sum() if both else first.sum()
-
-
-def through_a_method(call: Any, x: Tensor) -> Tensor:
-    return squared(lambda x: call(x, method="features" if x[0, 0] > 0 else None), x)
-
-
-def weighted(call: Any, x: int) -> Tensor:
-    return (call() * x).sum()
-
-
-def same_branch(rank: int, step: int) -> Tensor:
-    return numbers(rank, step).abs() * (-1) ** step
-
-
 def other_branch(rank: int, step: int) -> tuple[int, Tensor]:
     return (rank + step) % 2, numbers(rank, step)
 
 
-def only_biases_move(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
-    for name, p in model.named_parameters():
-        assert torch.equal(trained[name], p) is not p.requires_grad
+After = Callable[[nn.Module, fs.PartitionSpec, fs.Params], bool]
+"""Of the model, its spec and the trained full parameters."""
 
 
-def every_parameter_moves(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
-    assert not any(torch.equal(p, trained[name]) for name, p in model.named_parameters())
-
-
-def is_one_unit_above(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
-    assert spec.by_name["2.in_proj.weight"] == spec.by_name["0.in_proj.weight"]
-    assert spec.by_name["2.in_proj.weight"][0].path == ""
-
-
-def every_module_is_a_unit(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
-    assert spec.paths == ("", "0", "1", "2", "2.0", "2.1")
-
-
-def strides_stay(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
-    assert {k: p.stride() for k, p in trained.items()} == {k: p.stride() for k, p in model.named_parameters()}
-
-
-def unmoved(*names: str) -> Callable[[nn.Module, fs.PartitionSpec, fs.Params], None]:
-    def check(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
-        assert {name for name, p in model.named_parameters() if torch.equal(trained[name], p)} == {*names}
-
-    return check
+def unmoved(*names: str) -> After:
+    return lambda model, _, trained: {name for name, p in model.named_parameters() if torch.equal(trained[name], p)} == {*names}
 
 
 def blocks(*classes: type[nn.Module]) -> Callable[[P], Policy]:
@@ -244,41 +181,51 @@ class Claim:
     model: Callable[[], nn.Module]
     policies: Sequence[Callable[[P], Policy]]
     batch: Callable[[int, int], Any] = numbers
-    loss: Loss = squared
-    after: Callable[[nn.Module, fs.PartitionSpec, fs.Params], None] | None = None
-    ways: Sequence[str] = tuple(MAIN_WAYS)
+    loss: parity.Loss = squared
+    after: After | None = None
+    ways: Sequence[str] = tuple(parity.MAIN_WAYS)
     options: Mapping[str, Any] = field(default_factory=dict)
+    mesh: tuple[int, ...] = (2,)
+    ps: Mapping[str, P] = field(default_factory=STRATEGIES.copy)
 
 
 BLOCKS, LAYERS, WHOLE = [blocks(MLP)], [fs.policies.always], [fs.policies.whole]
 MOMENTUM = {"optimizer": torch.optim.SGD, "momentum": 0.9, "steps": depth(3, 4)}
+SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)], [(1, 1), (1, 1)]]
+BOTH = P(("replicate", "shard"))
+OF_TWO_AXES = [P("shard"), P("shard", reshard=False), BOTH, P(("shard", "replicate")), P("replicate"), P()]
+MIXED = {"tokens": P("shard"), "positions": P("shard", reshard=False), "layers.*": BOTH, "output": P()}
+"""An HSDP embedding, FSDP blocks, a DDP head; what is left is the root's."""
 CLAIMS: dict[str, Claim] = {
     "test_train_parity_multi_group": Claim("A unit for each block.", Transformer, [blocks(Block)], tokens, next_token),
     "test_main_wrap_api": Claim(
         "Threshold 0: with every module a unit, six steps of SGD.", lambda: sequential(*NESTED).double(),
-        [lambda p: fs.by_size(0, p=p)], after=every_module_is_a_unit,
+        [lambda p: fs.by_size(0, p=p)], after=lambda _, spec, __: spec.paths == ("", "0", "1", "2", "2.0", "2.1"),
         options={"optimizer": torch.optim.SGD, "lr": 0.1, "steps": 6}),
     "test_nested_wrapped_model": Claim(
         "Containers are units.", lambda: nn.Sequential(MLP(5), nn.Sequential(MLP(5), MLP(5))), [blocks(MLP, nn.Sequential)],
-        after=every_parameter_moves, options=MOMENTUM),
+        after=unmoved(), options=MOMENTUM),
     "test_a_replicated_unit_around_others": Claim(
         "Its layers are units by another strategy.", Net,
-        [lambda p: fs.policies.override(fs.policies.always(p), fs.by_path({"blocks.1": P()}))], after=every_parameter_moves,
+        [lambda p: fs.policies.override(fs.policies.always(p), fs.by_path({"blocks.1": P()}))], after=unmoved(),
         options=MOMENTUM),
     "test_non_root_forward_backward": Claim(
         "Steps through the whole model in turn with steps through a part of it, entered by another method than forward.", Net,
-        BLOCKS, same_branch, through_a_method),
+        BLOCKS, lambda rank, step: numbers(rank, step).abs() * (-1) ** step,
+        lambda call, x: squared(lambda x: call(x, method="features" if x[0, 0] > 0 else None), x)),
     "test_multi_forward_module": Claim(
         "A unit that runs twice in a forward, with others in between, has the sum of both gradients.", Twice, BLOCKS + LAYERS),
     "test_train_parity_with_activation_checkpointing": Claim(
         "torch.utils.checkpoint around the call recomputes it, gathers included, to the same gradients.", Transformer,
-        [blocks(Block)], tokens, checkpointed_loss, ways=["fs", "backward"]),
+        [blocks(Block)], tokens, lambda call, ids: next_token(lambda ids: checkpoint(call, ids, use_reentrant=False), ids),
+        ways=["fs", "backward"]),
     "test_reentrant_checkpoint_around_the_call": Claim(
         "With .backward(), the only way that torch allows for it.", Net, BLOCKS, numbers,
         lambda call, x: squared(lambda x: checkpoint(call, x, use_reentrant=True), x.requires_grad_()), ways=["backward"]),
     "test_partial_group_forward_then_standalone": Claim(
         "A unit of which one part runs in the trunk and another is then called for each chunk of a chunked loss.",
-        lambda: Chunked(1), [blocks(Block)], tokens, chunked_loss),
+        lambda: Chunked(1), [blocks(Block)], tokens, lambda call, ids: sum(
+            (call(chunk, method="project") ** 2).mean() for chunk in call(ids, method="trunk").chunk(3, 1))),
     "test_double_partial_forward_then_backward": Claim(
         "Several forwards, then one backward (DPO), nested units and an unused head.", TwoHeads,
         [blocks(MLP, nn.Sequential, nn.Linear)],
@@ -290,8 +237,8 @@ CLAIMS: dict[str, Claim] = {
         after=unmoved("value.weight", "value.bias"), ways=["backward"]),
     "test_unused_forward_output": Claim(
         "The second output is in the loss for three steps and then no more: gradients of its weights become zeros.", TwoLayers,
-        [blocks(DoubleLinear), *LAYERS], lambda rank, step: (numbers(rank, step), step < 3), either_output,
-        options={"steps": 5}),
+        [blocks(DoubleLinear), *LAYERS], lambda rank, step: (numbers(rank, step), step < 3),
+        lambda call, batch: sum(out.sum() for out in call(batch[0])[: 1 + batch[1]]), options={"steps": 5}),
     "test_unused_forward_module": Claim(
         "A module that never runs, in a unit of its own or with others, stays what it is.", TwoLayers,
         [blocks(DoubleLinear), *LAYERS], loss=lambda call, x: call(x, second=False).sum(),
@@ -300,7 +247,8 @@ CLAIMS: dict[str, Claim] = {
         "A unit that runs under no_grad, or is detached, gets zeros and disturbs nothing.", NoGradPart, BLOCKS,
         after=unmoved(*(f"constant.{name}" for name, _ in MLP(5).named_parameters()))),
     "test_root_no_forward_inputs": Claim(
-        "A module whose forward takes nothing trains.", NoInput, WHOLE, lambda rank, step: rank + step, weighted),
+        "A module whose forward takes nothing trains.", NoInput, WHOLE, lambda rank, step: rank + step,
+        lambda call, x: (call() * x).sum()),
     "test_freezing_weights": Claim(
         "A frozen trunk, in units of its own or in one.", lambda: frozen(FineTuned(False), "trunk"),
         [blocks(MLP, nn.Linear), lambda p: fs.by_path({"head": p})],
@@ -310,7 +258,8 @@ CLAIMS: dict[str, Claim] = {
         [blocks(MLP, nn.Linear), lambda p: fs.by_path({"head": p})],
         after=unmoved(*(f"trunk.{name}" for name, _ in chain().named_parameters()))),
     "test_train_mixed_requires_grad_per_group": Claim(
-        "BitFit: every unit is part frozen, part trained.", bitfit, [blocks(Block)], tokens, next_token, only_biases_move),
+        "BitFit: every unit is part frozen, part trained.", bitfit, [blocks(Block)], tokens, next_token,
+        lambda model, _, got: all(torch.equal(got[name], p) is not p.requires_grad for name, p in model.named_parameters())),
     "test_multi_forward_mixed_requires_grad": Claim(
         "The same layers with and without no_grad, some frozen, activations added to in place.", Reused, BLOCKS),
     "test_train_parity_with_shared_params": Claim(
@@ -318,7 +267,9 @@ CLAIMS: dict[str, Claim] = {
         [blocks(Block)], tokens, next_token),
     "test_shared_params_separate_fsdp_groups": Claim(
         "Weights tied across units, an error in the peer, belong to the unit above both.", tied_units, BLOCKS,
-        after=is_one_unit_above),
+        after=lambda _, spec, __: (
+            spec.by_name["2.in_proj.weight"] == spec.by_name["0.in_proj.weight"] and
+            spec.by_name["2.in_proj.weight"][0].path == "")),
     "test_unused_param_has_grad": Claim(
         "Ranks take different branches of one unit: no one waits, unused parameters count with zeros; 0-dim ones too.",
         Branches, WHOLE, other_branch),
@@ -327,32 +278,56 @@ CLAIMS: dict[str, Claim] = {
         other_branch),
     "test_ddp_a_fsdp_b_ddp_c": Claim(
         "A sharded subtree in a replicated model, with a replicated part inside it.", Middle,
-        [lambda p: fs.by_path({"b": p, "b.lin_b": p, "b.c": P()}, p=P())], after=every_parameter_moves),
+        [lambda p: fs.by_path({"b": p, "b.lin_b": p, "b.c": P()}, p=P())], after=unmoved()),
     "test_noncontiguous_parameter": Claim(
         "Parameters of another memory format, an error in the peer, train and keep their strides.", other_strides, LAYERS,
-        lambda rank, step: numbers(rank, step, 27).unflatten(1, (3, 3, 3)), after=strides_stay),
+        lambda rank, step: numbers(rank, step, 27).unflatten(1, (3, 3, 3)),
+        after=lambda model, _, got: all(got[name].stride() == p.stride() for name, p in model.named_parameters())),
+    **{
+        f"test_train_parity_single_group_shard_dim0, {shapes}": Claim(
+        "Shapes that four ranks do not divide, down to ranks that own nothing but padding.",
+        lambda shapes=shapes: nn.Sequential(nn.Linear(*shapes[0]), nn.ReLU(), nn.Linear(*shapes[1])).double(), WHOLE,
+        lambda rank, step, shapes=shapes: numbers(rank, step, shapes[0][0]), ways=["fs"], options={"steps": depth(3, 10)},
+        mesh=(4,), ps=parity.strategies("shard")) for shapes in SHAPES},
+    **{
+        f"test_train_parity_hsdp, {dim}": Claim(
+        "Iterations of three micro-batches on 2 x 2. One all-reduce for all of them: test_gradient_accumulation.",
+        lambda dim=dim: uneven(dim), BLOCKS,
+        lambda rank, step, dim=dim: [numbers(rank, 10 * step + micro, dim) for micro in range(3)],
+        lambda call, xs: sum(squared(call, x) for x in xs), ways=["fs", "torch.func"], options={"steps": depth(2, 5)},
+        mesh=(2, 2), ps=parity.strategies("shard", "keep", "remat")) for dim in (3, 16, 17)},
+    "test_fsdp_hybrid_shard_parity": Claim(
+        "By every P of a mesh of two axes.", lambda: Transformer(depth(1, 3)), [blocks(Block)], tokens, next_token, ways=["fs"],
+        options={"steps": depth(2, 5)}, mesh=(2, 2), ps={str(p): p for p in OF_TWO_AXES}),
+    "test_each_unit_its_own_strategy": Claim(
+        "FSDP blocks, a DDP head and an HSDP embedding of one model on one mesh.", lambda: Transformer(depth(1, 3)),
+        [lambda p: fs.by_path(MIXED, p=p)], tokens, next_token,
+        lambda _, spec, __: (
+            {spec.size(unit) for unit in spec if "layers" in unit.path} == {4} and
+            {key: spec.by_key[key].p for key in MIXED if "*" not in key} == {k: p for k, p in MIXED.items() if "*" not in k}),
+        options={"steps": depth(2, 3)}, mesh=(2, 2), ps=parity.strategies("shard", "replicated", replicate=P("replicate"))),
 }  # fmt: skip
 """By the names of torch's tests. By default each with each way and each strategy once."""
 
 
 def cases() -> Iterator[Any]:
     for i, (name, claim) in enumerate(CLAIMS.items()):
-        for (j, way), (k, strategy) in itertools.product(enumerate(claim.ways), enumerate(STRATEGIES)):
-            yield pytest.param(name, way, strategy, marks=[seldom] * ((i + j + k) % 3 > 0), id=f"{name}-{strategy}-{way}")
+        for (j, way), (k, strategy) in itertools.product(enumerate(claim.ways), enumerate(claim.ps)):
+            marks = [seldom] * ((i + j + k) % min(3, len(claim.ps)) > 0)
+            yield pytest.param(name, way, strategy, marks=marks, id=f"{name}-{strategy}-{way}")
 
 
-@at_most(42)
+@at_most(50)
 @pytest.mark.parametrize(("name", "way", "strategy"), [*cases()])
-@real_ranks(2)
+@real_ranks(lambda name: math.prod(CLAIMS[name].mesh))
 def test_claims(rank: int, name: str, way: str, strategy: str) -> None:
     """A sharded model trains as the plain one does: each of `CLAIMS`."""
     claim = CLAIMS[name]
     for policy in claim.policies:
         model = claim.model()
-        spec = policy(STRATEGIES[strategy])(model).bound
-        trained = check_parity(rank, model, spec, claim.batch, claim.loss, way=way, **claim.options)
-        if claim.after:
-            claim.after(model, spec, trained)
+        spec = policy(claim.ps[strategy])(model).on(mesh_of(*claim.mesh))
+        trained = parity.check_parity(rank, model, spec, claim.batch, claim.loss, way=way, **claim.options)
+        assert claim.after is None or claim.after(model, spec, trained)
 
 
 # --- training that says more ---
@@ -360,19 +335,7 @@ def averaged(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The plain model's loss, and the mean of its gradients over ranks."""
     value = squared(model, x)
     value.backward()
-    return value.detach(), average_gradients(model)
-
-
-SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)], [(1, 1), (1, 1)]]
-
-
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
-@real_ranks(4)
-def test_train_parity_single_group_shard_dim0(rank: int, shapes: list[tuple[int, int]]) -> None:
-    """Shapes that four ranks do not divide, down to ranks that own nothing but padding."""
-    model = nn.Sequential(nn.Linear(*shapes[0]), nn.ReLU(), nn.Linear(*shapes[1])).double()
-    batch = lambda rank, step: numbers(rank, step, shapes[0][0])  # noqa: E731
-    check_parity(rank, model, fs.policies.whole()(model), batch, steps=depth(3, 10))
+    return value.detach(), parity.average_gradients(model)
 
 
 @real_ranks(2)
@@ -401,7 +364,7 @@ def test_non_root_forward_backward_of_a_submodule(rank: int) -> None:
     expected = squared(model.blocks[1], x)
     expected.backward()
     assert_close(value, expected.detach())
-    same(fs.unshard(grads, spec), average_gradients(model), "gradient")
+    same(fs.unshard(grads, spec), parity.average_gradients(model), "gradient")
 
 
 @real_ranks(2)
@@ -419,7 +382,7 @@ def test_unshard_async(rank: int) -> None:
     same(grads, fs.grad(squared_loss(model, spec, x))(params), "gradient")
 
 
-@every(given=[False, True], way=MAIN_WAYS)
+@every(given=[False, True], way=parity.MAIN_WAYS)
 @real_ranks(2)
 def test_ignored_modules_and_mixture_of_experts(rank: int, way: str, given: bool) -> None:
     """What is ignored is not sharded and never reduced: a rank's own expert, from the model or from params by name."""
@@ -437,7 +400,7 @@ def test_ignored_modules_and_mixture_of_experts(rank: int, way: str, given: bool
     expected.backward()
     local = {name: p.grad.clone() for name, p in reference.named_parameters()}
     assert_close(value, expected.detach())
-    same({k: g for k, g in grads.items() if k in spec.by_key}, fs.shard(average_gradients(reference), spec), "gradient")
+    same({k: g for k, g in grads.items() if k in spec.by_key}, fs.shard(parity.average_gradients(reference), spec), "gradient")
     assert set(grads) - set(spec.by_key) == (set(spec.ignored) if given else set())
     own = {name: g for name, g in local.items() if given and name in spec.ignored}
     same({k: g for k, g in grads.items() if k in spec.ignored}, own, "a rank's own gradient")

@@ -17,7 +17,7 @@ from depth import at_most, each, every, seldom
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import DERIVATIVES, numbers, strategies
-from ranks import Pool, launch, real_ranks
+from ranks import Pool, launch, mesh_of, real_ranks
 from test_sharding import layers, message, square, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -114,11 +114,6 @@ def early(rank: int, layers: int, strategy: str, routes: tuple[tuple[int, ...], 
     return error_of(loss, fs.shard(model, spec))
 
 
-def _raise(error: str) -> None:
-    if error:
-        raise RuntimeError(error)
-
-
 @at_most(3)
 @every(strategy=STRATEGIES, step=["fs.grad", "no_grad"])
 @real_ranks(2)
@@ -143,7 +138,7 @@ def test_another_group_goes_on_after_the_error(gloo2: Pool) -> None:
     assert first == second
 
 
-def with_unequal_losses(rank: int, strategy: str) -> str:
+def with_unequal_losses(rank: int, strategy: str, checked: bool = False) -> str:
     """The same forward on all ranks, and on one of them a loss that does not depend on what came last."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]).double()
@@ -156,12 +151,8 @@ def with_unequal_losses(rank: int, strategy: str) -> str:
         out = fs.functional_call(model, params, (numbers(rank, 0, width=6),), spec=spec)
         return (seen[-1] if rank else out).sum()
 
-    return error_of(fs.grad(loss), fs.shard(model, spec))
-
-
-def with_unequal_losses_in_a_check(rank: int, strategy: str) -> str:
-    """The same in `funshard.check`."""
-    return error_of(fs.check(timeout=20)(lambda: _raise(with_unequal_losses(rank, strategy))))
+    run = fs.grad(loss)
+    return error_of(fs.check(timeout=20)(run) if checked else run, fs.shard(model, spec))
 
 
 @real_ranks(2)
@@ -174,7 +165,7 @@ def test_losses_that_depend_on_other_units_are_an_error(rank: int) -> None:
 @pytest.mark.parametrize("strategy", ["shard", "keep", "encoded", "remat", "precision"])
 def test_the_check_names_losses_that_depend_on_other_units(gloo2: Pool, strategy: str) -> None:
     """It compares each reduction before it starts: without it a rank with more of them waits for the timeout."""
-    for error in gloo2.run(with_unequal_losses_in_a_check, strategy):
+    for error in gloo2.run(with_unequal_losses, strategy, True):
         assert_says(error, "ranks disagree on collective", "unit '1'")
     gloo2.stop()  # some collectives have started on one rank only
 
@@ -390,28 +381,22 @@ def test_hosts_compare_a_digest(rank: int, alone: bool) -> None:
 
 
 # --- Values of one rank. ---
-def from_one(rank: int, src: int, p: P, flat: bool) -> None:
+@pytest.mark.parametrize("p", [P("shard"), P("shard", align=4), P(), P(("replicate", "shard"))], ids=str)
+@pytest.mark.parametrize(("ranks", "src"), [(2, 1), (4, 0), (4, 2), (4, 3)])
+@real_ranks(lambda ranks: ranks)
+def test_values_of_one_rank(rank: int, ranks: int, src: int, p: P) -> None:
+    """With ``src`` every rank has slices of that rank's values; the others' models may be without any."""
     torch.manual_seed(src)
     expected = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 7))
     torch.manual_seed(rank)
     with torch.device("cpu" if rank == src else "meta"):
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 7))
     before = values(model)
-    spec = fs.by_type(nn.Linear, p=p)(model)
-    spec = spec.bound if flat else spec.on(square())
+    spec = fs.by_type(nn.Linear, p=p)(model).on(mesh_of(1, 2) if ranks == 2 else square())
     same(fs.shard(model, spec, src=src), fs.shard(expected, spec, rank=rank))
     same(fs.shard(values(model), spec, src=src), fs.shard(expected, spec, rank=rank))
     if rank == src:
         same(values(model), before)
-
-
-@pytest.mark.parametrize("p", [P("shard"), P("shard", align=4), P(), P(("replicate", "shard"))], ids=str)
-def test_values_of_one_rank(p: P, gloo2: Pool, gloo4: Pool) -> None:
-    """With ``src`` every rank has slices of that rank's values; the others' models may be without any."""
-    if len(p.axes) < 2:
-        gloo2.run(from_one, 1, p, True)
-    for src in (0, 2, 3):
-        gloo4.run(from_one, src, p, False)
 
 
 @real_ranks(2)

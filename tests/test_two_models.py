@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from depth import at_most, depth, each
-from models import EXACT, unchanged
+from models import EXACT, module_class, unchanged
 from offloaded import everywhere
 from parity import WAYS, average_gradients, numbers
 from ranks import real_ranks
@@ -43,13 +43,11 @@ Loss = Callable[..., Tensor]
 """``loss(model, *others, batch)``, of models as functions."""
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(fs.checkpoint_name(torch.tanh(self.up(x)), "inner"))
+Layer = module_class(
+    "Layer",
+    lambda width, out: {"up": nn.Linear(width, 2 * width), "down": nn.Linear(2 * width, out)},
+    lambda self, x: self.down(fs.checkpoint_name(torch.tanh(self.up(x)), "inner")),
+)
 
 
 def network(width: int, out: int, seed: int) -> nn.Module:

@@ -73,29 +73,23 @@ def nbytes(states: Any) -> int:
     return sum(t.nbytes for values in states for name, t in values.items() if name != "step")
 
 
-def by_torch(x: Tensor) -> tuple[fs.Params, int]:
-    """ZeroRedundancyOptimizer under DDP: the parameters, and the bytes of this rank's state."""
-    ddp = DistributedDataParallel(model())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **OPTIONS)
-        for batch in x:
-            optimizer.zero_grad()
-            ddp(batch).pow(2).mean().backward()
-            optimizer.step()
-    return {n: p.detach() for n, p in ddp.module.named_parameters()}, nbytes(optimizer.optim.state.values())
-
-
 @at_most(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @real_ranks(lambda ranks: ranks)
 def test_zero_redundancy_optimizer(rank: int, ranks: int) -> None:
     """Its parameters to 1e-6, those of the joined batch as well; the state is one part in N on every rank, but for padding."""
-    xs = batches(ranks)[:, rank]
+    xs, ddp = batches(ranks)[:, rank], DistributedDataParallel(model())
     got, state = train(model(), xs)
-    peer, of_peer = by_torch(xs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **OPTIONS)
+        for batch in xs:
+            optimizer.zero_grad()
+            ddp(batch).pow(2).mean().backward()
+            optimizer.step()
+    peer, of_peer = {n: p.detach() for n, p in ddp.module.named_parameters()}, nbytes(optimizer.optim.state.values())
     assert_close(got, peer, rtol=1e-6, atol=1e-6)
     assert_close(got, joined(ranks), rtol=1e-6, atol=1e-6)
     sizes = fs.collectives.gather_values(

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from depth import at_most, depth, mark_seldom
-from models import ARCHITECTURES, EXACT, VOCABULARY, Architecture, assert_mean_gradients, plain, unchanged
+from models import ARCHITECTURES, EXACT, OF_TRANSFORMERS, VOCABULARY, Architecture, assert_mean_gradients, plain, unchanged
 from models import build as build_architecture
 from parity import MAIN_WAYS, strategies
 from parity import WAYS as GRADS
@@ -317,13 +317,19 @@ def test_gradients_are_the_mean_of_plain_ones(rank: int, name: str) -> None:
 SIMULATED = [name for name in ARCHITECTURES if name not in ("mixtral", "bert_with_dropout", "parametrized")]
 
 
+def logits(call: Callable[..., Any], batch: Batch) -> Tensor:
+    """Of which no more is computed in float32 than the model computes: a loss of transformers' is."""
+    return call(**batch).logits.square().mean()
+
+
 @at_most(1)
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap's, of attention without a rule
 @pytest.mark.parametrize("name", mark_seldom(SIMULATED, *[*SIMULATED][::2]))
 def test_gradients_on_simulated_ranks_are_the_mean_of_plain_ones(name: str) -> None:
-    """On three ranks, and on 2 x 2 with HSDP; buffers are arguments, as torch.func wants what a call writes to."""
+    """On three ranks, and on 2 x 2 with HSDP; losses and buffers too."""
     for sizes in ({"shard": 3}, {"replicate": 2, "shard": 2}):
         made = build_architecture(name, torch.Size(sizes.values()).numel())
+        loss = logits if name in OF_TRANSFORMERS else made.loss
         for policy in policies(made, name).values():
             with unchanged(made.model):
-                fs.testing.assert_exact(made.loss, made.model, policy(made.model).on(sizes), made.batches)
+                fs.testing.assert_exact(loss, made.model, policy(made.model).on(sizes), made.batches)
