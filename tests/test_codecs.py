@@ -17,7 +17,6 @@ from models import refused
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import funshard as fs
 from funshard import Codec, codecs
 from funshard._spec.codec import pack_bytes
 
@@ -199,24 +198,6 @@ def test_bad_blocks(make: Any) -> None:
     refused(ValueError, "positive", lambda: make(0))
     refused(TypeError, "whole number", lambda: make(1.5))
     refused(ValueError, "even", lambda: codecs.nf4(3))
-
-
-def test_sent_in_a_gather() -> None:
-    """As the codec of a Precision: the trained parameters travel in it, and gradients pass through."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 8, dtype=torch.float64)
-    codec = codecs.int8(4)  # the slices, of 36 elements, are whole blocks
-    x = torch.randn(2, 4, 8, dtype=torch.float64)
-
-    def run(mesh: Any, x: Tensor) -> Any:
-        spec = fs.policies.always(fs.P("shard", precision=fs.Precision(codec=codec)))(model).on(mesh)
-        return fs.grad_and_value(lambda p: fs.functional_call(model, p, x, spec=spec).sin().sum())(fs.shard(model, spec))
-
-    weight, bias = (codec.decode(*codec.encode(p.detach().flatten())).view_as(p) for p in (model.weight, model.bias))
-    grads, value = fs.testing.spmd(run, 2)(x)
-    torch.testing.assert_close(value, torch.stack([torch.nn.functional.linear(some, weight, bias).sin().sum() for some in x]))
-    expected = torch.nn.functional.linear(x, weight, bias).cos().sum((0, 1)) / 2
-    torch.testing.assert_close(grads[""].flatten()[:8], expected)
 
 
 # --- dynamic8 ---

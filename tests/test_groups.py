@@ -13,7 +13,7 @@ import mirror
 import pytest
 import torch
 from collective_log import gathers, scatters, step, world
-from depth import at_most, each, every, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from fuzz_cases import Case, mirrored, on_real_ranks
 from hosted import elsewhere
 from models import EXACT, module_class, refused
@@ -124,44 +124,6 @@ def test_wrong_arguments() -> None:
 
 
 # --- what a step sends and holds ---
-@every(way=MAIN_WAYS, p=[P("shard"), P("shard", remat=True)])
-def test_a_group_is_gathered_and_reduced_once(p: P, way: str) -> None:
-    """As one unit with all its parameters; recomputed, too, where each module runs again by itself."""
-    with world(8):
-        model = nn.Sequential(*(MLP(5) for _ in range(6)))
-        spec = by_group([MLP], size=2, p=p)(model).bound
-        sent = step(model, spec, way)
-        assert sent.forward == gathers(spec, "0+1", "2+3", "4+5")
-        assert Counter(sent.backward) == Counter(gathers(spec, "0+1", "2+3") + scatters(spec, "0+1", "2+3", "4+5"))
-
-
-@pytest.mark.parametrize("way", MAIN_WAYS)
-def test_two_groups_of_a_net(way: str) -> None:
-    """The root, and what ends the forward, stay for backward; a group in which other units run is gathered again."""
-    with world(8):
-        spec = override(by_group(["blocks.0", "blocks.1"]), by_group(["blocks.2", "head"]))(Net()).bound
-        sent = step(Net(), spec, way)
-        every = ("", "blocks.0+blocks.1", "blocks.2+head")
-        assert sent.forward == gathers(spec, *every)
-        assert Counter(sent.backward) == Counter(gathers(spec, "blocks.0+blocks.1") + scatters(spec, *every))
-        apart = override(by_group(["blocks.0", "blocks.2"]), fs.by_path({"blocks.1": P("shard")}))(Net()).bound
-        sent = step(Net(), apart, way)
-        assert sent.forward == gathers(apart, "", "blocks.0+blocks.2", "blocks.1", "blocks.0+blocks.2")
-        assert sent.backward.count(scatters(apart, "blocks.0+blocks.2")[0]) == 2
-
-
-def test_units_inside_of_a_group() -> None:
-    """A gather ahead of a group's use stays while backward is in the units inside of any of its modules."""
-    with world(8):
-        model = nn.Sequential(*(nn.Sequential(MLP(5), MLP(5)) for _ in range(4)))
-        spec = override(by_group(["*"], size=2), fs.by_path({"*.1": P("shard")}))(model).bound
-        sent = step(model, spec)
-        assert keys(spec) == ["0+1", "0.1", "1.1", "2+3", "2.1", "3.1"]
-        assert Counter(sent.forward) == Counter(gathers(spec, *keys(spec)))
-        again = gathers(spec, "0+1", "0.1", "1.1", "2.1")  # the others end the forward
-        assert Counter(sent.backward) == Counter(again + scatters(spec, *keys(spec)))
-
-
 def in_a_loop(self: Any, x: Tensor) -> Tensor:
     kept = self.a(x)
     for _ in range(2):
@@ -174,13 +136,38 @@ Recurrent = module_class("Recurrent", lambda: {"a": MLP(5), "b": MLP(5)}, in_a_l
 """Two blocks in a loop, of which the loss may leave out the last outputs."""
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_a_group_in_a_loop_is_gathered_once(remat: bool) -> None:
-    """No other unit is gathered in between. Backward does not come to one of the runs."""
+REMATS = P("shard"), P("shard", remat=True)
+SENT: dict[str, tuple[Callable[[], nn.Module], fs.Policy, list[str], list[str], list[str]]] = {
+    **{f"two modules each, {p}": (
+        lambda: nn.Sequential(*(MLP(5) for _ in range(6))), by_group([MLP], size=2, p=p), ["0+1", "2+3", "4+5"], ["0+1", "2+3"],
+        ["0+1", "2+3", "4+5"]) for p in REMATS},
+    "what ends the forward": (
+        Net, override(by_group(["blocks.0", "blocks.1"]), by_group(["blocks.2", "head"])),
+        ["", "blocks.0+blocks.1", "blocks.2+head"], ["blocks.0+blocks.1"], ["", "blocks.0+blocks.1", "blocks.2+head"]),
+    "another unit between its modules": (
+        Net, override(by_group(["blocks.0", "blocks.2"]), fs.by_path({"blocks.1": P("shard")})),
+        ["", "blocks.0+blocks.2", "blocks.1", "blocks.0+blocks.2"], ["blocks.1", "blocks.0+blocks.2"],
+        ["", "blocks.0+blocks.2", "blocks.1", "blocks.0+blocks.2"]),
+    "units inside of its modules": (
+        lambda: nn.Sequential(*(nn.Sequential(MLP(5), MLP(5)) for _ in range(4))),
+        override(by_group(["*"], size=2), fs.by_path({"*.1": P("shard")})), ["0+1", "0.1", "1.1", "2+3", "2.1", "3.1"],
+        ["0+1", "0.1", "1.1", "2.1"], ["0+1", "0.1", "1.1", "2+3", "2.1", "3.1"]),
+    **{f"a loop, {p}": (Recurrent, by_group(["a", "b"], p=p), ["a+b"], [], ["a+b"]) for p in REMATS},
+}  # fmt: skip
+"""A model, its groups, and the units that are gathered in forward, gathered again in backward, and reduced."""
+
+
+@each(way=MAIN_WAYS, name=SENT)
+def test_a_group_is_gathered_and_reduced_once(name: str, way: str) -> None:
+    """As one unit with all its parameters: recomputed, too, where each module runs again by itself. The root, and what ends
+    the forward, stay for backward; one in which other units run is gathered again."""
+    make, policy, forward, again, reduced = SENT[name]
     with world(8):
-        spec = by_group(["a", "b"], p=P("shard", remat=remat))(Recurrent()).bound
-        sent = step(Recurrent(), spec)
-        assert (sent.forward, sent.backward) == (gathers(spec, "a+b"), scatters(spec, "a+b"))
+        model = make()
+        spec = policy(model).bound
+        sent = step(model, spec, way)
+        assert sent.forward == gathers(spec, *forward)
+        assert Counter(sent.backward) == Counter(gathers(spec, *again) + scatters(spec, *reduced))
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -254,27 +241,6 @@ def test_every_order_of_its_modules(gloo2: Pool, order: str, transform: str, ps:
 def test_groups_of_several_dtypes(alone: Pool, case: Case) -> None:
     """Each module has those of the group's units that it has parameters in."""
     assert alone.run(mirrored, case) == [""]
-
-
-@each(p=[P("shard"), P("shard", remat=True), P()], way=["accumulate", "update_in_backward"])
-@real_ranks(2)
-def test_steps(rank: int, p: P, way: str) -> None:
-    """What a group changes of a step by accumulate or update_in_backward: nothing."""
-    torch.manual_seed(0)
-    model, x = Net(), torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(rank)).double()
-    one, many = fs.by_type(MLP, p=p)(model).bound, by_group([MLP], size=2, p=p)(model).bound
-    results = []
-    for spec in (one, many):
-        params = fs.shard(model, spec)
-        loss = lambda p, x, spec=spec: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
-        init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2)
-        if way == "accumulate":
-            params = update(fs.accumulate(loss, params, x.unbind(), spec=spec)[0], init(params), params)[0]
-        else:
-            params = fs.update_in_backward(update, loss, params, init(params), x.unbind(), spec=spec).params
-        results.append(fs.unshard(params, spec))
-    for name, tensor in results[0].items():
-        torch.testing.assert_close(results[1][name], tensor)
 
 
 @real_ranks(2)

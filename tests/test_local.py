@@ -118,7 +118,7 @@ class Setting:
     """The local model with its spec, the whole one, and a batch for each rank; of no more than so many axes given."""
 
     def __init__(self, kinds: tuple[str, ...], sizes: Mapping[str, int], options: Mapping[str, Any]) -> None:
-        self.kinds, self.sizes = kinds, full_sizes(sizes)
+        self.kinds, self.sizes = kinds, {**sizes, **{name: 1 for name in ONES if name not in sizes}}
         torch.manual_seed(1)
         self.xs = batches(self.sizes)
         (self.model, self.spec), (self.whole, self.full) = spec_of(kinds, self.sizes, options), whole_params(kinds)
@@ -134,7 +134,6 @@ class Setting:
 
 
 Loss = Callable[[Tree], Tensor]
-Inner = Callable[[Tree, Tree], Tensor]
 
 
 def maml(grad: Callable[[Loss], Callable[[Tree], Tree]], loss: Loss) -> Callable[[Tree], Tree]:
@@ -147,7 +146,7 @@ def maml(grad: Callable[[Loss], Callable[[Tree], Tree]], loss: Loss) -> Callable
     return grad(after)
 
 
-def derivatives(loss: Loss, params: Tree, inner: Inner, direction: Tree) -> dict[str, Tree]:
+def derivatives(loss: Loss, params: Tree, inner: Callable[[Tree, Tree], Tensor], direction: Tree) -> dict[str, Tree]:
     """Gradients of order one and two."""
     grad = torch.func.grad
     return {
@@ -222,11 +221,6 @@ ON_FOUR_RANKS = [
     if torch.Size(mixture[1].values()).numel() == 4
 ]
 ONES = {"replicate": 1, "expert": 1, "shard": 1, "tensor": 1}
-
-
-def full_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of all axes, in the given order and then 1."""
-    return {**sizes, **{name: 1 for name in ONES if name not in sizes}}
 
 
 TRAPS = [

@@ -355,6 +355,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "gathered once": ({"reshard": False}, EXACT),
     "compiled units": ({"compile": AOT}, EXACT),
     "summed in bf16": ({"precision": Precision(reduce=torch.bfloat16)}, SHORT),
+    "offloaded": ({"offload": OFFLOAD}, EXACT),
     "offloaded, recomputed": ({"remat": True, "offload": OFFLOAD}, EXACT),
     "fp16, gathered once": ({"reshard": False, "precision": Precision(param=torch.float16)}, HALF),
     "bf16, offloaded": ({"offload": "params", "precision": Precision(param=torch.bfloat16)}, SHORT),
@@ -439,7 +440,7 @@ SIZES = [{"tensor": 2, "expert": 2}, {"expert": 2, "shard": 2}]
 
 
 @at_most(1)
-@every(sizes=mark_seldom(SIZES, SIZES[0]), name=mark_seldom(CASES, "replicated", *[*CASES][4:7]))
+@every(sizes=mark_seldom(SIZES, SIZES[0]), name=mark_seldom(CASES, "replicated", *[*CASES][4:8]))
 @real_ranks(4)
 def test_options_on_real_ranks(rank: int, name: str, sizes: dict[str, int]) -> None:
     """Every step but a compiled one."""
@@ -452,12 +453,6 @@ def test_options_on_real_ranks(rank: int, name: str, sizes: dict[str, int]) -> N
 def test_compiled_steps_on_real_ranks(rank: int, name: str, sizes: dict[str, int]) -> None:
     """That one."""
     run_steps(rank, sizes, *CASES[name], ["fs.compile"])
-
-
-@real_ranks(2)
-def test_two_real_ranks(rank: int) -> None:
-    """Of which each has its experts."""
-    run_steps(rank, {"expert": 2}, {"offload": OFFLOAD}, EXACT, list(STEPS)[1:])
 
 
 @pytest.mark.parametrize("codec", [fs.codecs.int8(), fs.codecs.nf4()], ids=str)

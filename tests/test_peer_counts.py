@@ -21,6 +21,7 @@ from funshard.policies import Policy
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 WORLDS = [8, 64]
+DOUBLE = P("shard", precision=fs.Precision(reduce=torch.float64))
 
 
 class Claim(NamedTuple):
@@ -101,10 +102,7 @@ def test_fsdp_hybrid_shard_basic_setup(shape: tuple[int, int], way: str) -> None
             assert sent.backward.index(scatter(spec, key)) < sent.backward.index(reduce(spec, key, shape[0]))
 
 
-ALONE = [P("shard"), P("shard", reshard=False), P(), P("shard", precision=fs.Precision(reduce=torch.float64))]
-
-
-@every(way=WAYS, p=ALONE, initialised=[True, False])
+@every(way=WAYS, p=[P("shard"), P("shard", reshard=False), P(), DOUBLE], initialised=[True, False])
 def test_train_parity_single_worldsize1(initialised: bool, p: P, way: str) -> None:
     """One rank sends nothing at all, not even while sharding, with a process group or without; gradients are plain."""
     model, x = Net(), numbers(0, 0)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,33 +11,19 @@ import torch
 import torch.distributed as dist
 from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
-from depth import at_most, depth, mark_seldom
-from models import module_class
-from parity import WAYS, next_token, numbers, same, sharded_call, shards_of, squared, step_with, tokens
+from depth import at_most, depth
+from models import module_class, refused
+from parity import WAYS, check_parity, next_token, numbers, same, squared, step_with, tokens
 from peer_models import MLP, Block, Net, Transformer, fsdp2
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh
 
 import funshard as fs
-from funshard import P, checkpoint
+from funshard import P
 from funshard.collectives import Mesh, broadcast
 
-NAMES = ("replicate", "shard")
 BOTH = P(("replicate", "shard"))
-
-
-def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tuple[list[Tensor], fs.Params]:
-    """The losses and the trained parameters of a transformer."""
-    torch.manual_seed(0)
-    model = Transformer(depth(1, 3))
-    (spec, params), losses = shards_of(fs.by_type(Block, p=p), model, mesh), []
-    adam = torch.optim.Adam(params.values(), lr=1e-2)
-    for step in range(steps):
-        grads, value = fs.grad_and_value(lambda p: next_token(sharded_call(model, p, spec), tokens(rank, step)))(params)
-        step_with(grads, params, adam)
-        losses.append(value)
-    return losses, fs.unshard(params, spec)
 
 
 def test_what_each_strategy_sends() -> None:
@@ -177,84 +161,32 @@ def test_custom_hsdp_all_reduce_hook(rank: int) -> None:
 @pytest.mark.parametrize("dims", [1, 2])
 @real_ranks(4)
 def test_process_group_init(rank: int, dims: int) -> None:
-    """``test_1d_process_group_init``, ``test_2d_...``: a mesh of groups that exist trains bit for bit as a new one."""
+    """``test_1d_process_group_init``, ``test_2d_...``: on a mesh of groups that exist it trains as the plain model."""
     if dims == 1:
         made = DeviceMesh.from_group(dist.new_group(range(4)), "cpu", mesh_dim_names=("shard",))
-        mesh = mesh_of(4)
     else:
         groups = [subgroups([[0, 2], [1, 3]], rank), subgroups([[0, 1], [2, 3]], rank)]
-        made = DeviceMesh.from_group(groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=NAMES)
-        mesh = mesh_of(2, 2)
-    assert Mesh.of(made).sizes == Mesh.of(mesh).sizes
-    assert Mesh.of(made)["shard"].name != Mesh.of(mesh)["shard"].name
+        made = DeviceMesh.from_group(groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    assert Mesh.of(made)["shard"].name != Mesh.of(mesh_of(4) if dims == 1 else mesh_of(2, 2))["shard"].name
     for p in (P("shard"), P("shard", reshard=False), P()):
-        losses, full = trained(rank, made, p)
-        expected_losses, expected = trained(rank, mesh, p)
-        assert all(map(torch.equal, losses, expected_losses))
-        assert all(torch.equal(full[name], t) for name, t in expected.items())
-
-
-@at_most(1)
-@pytest.mark.parametrize("p", mark_seldom([P("shard"), BOTH, P("replicate", reshard=False), P()], P("shard"), BOTH), ids=str)
-@real_ranks(4)
-def test_hsdp_save_load_state_dict(rank: int, p: P) -> None:
-    """Parameters and optimizer state of HSDP, saved whole, go on in a fresh model: bit for bit in HSDP, and elsewhere."""
-    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2)
-
-    def make(seed: int, p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params]:
-        torch.manual_seed(seed)
         model = Transformer(depth(1, 3))
-        spec = fs.by_type(Block, p=p)(model).on(mesh_of(2, 2))
-        return model, spec, fs.shard(model, spec)
-
-    def train(model: nn.Module, spec: fs.PartitionSpec, params: fs.Params, state: Any, steps: range) -> Any:
-        for step in steps:
-            grads = fs.grad(lambda p: next_token(sharded_call(model, p, spec), tokens(rank, step)))(params)
-            params, state = update(grads, state, params)
-        return params, state
-
-    def whole(spec: fs.PartitionSpec, params: fs.Params, state: Any) -> Any:
-        return fs.unshard(params, spec), checkpoint.optimizer_state_dict(state, spec, torch.optim.AdamW, lr=1e-2)
-
-    model, spec, params = make(0, P("shard"))
-    params, state = train(model, spec, params, init(params), range(3))
-    expected, expected_state = train(model, spec, params, state, range(3, 5))
-    file = io.BytesIO()
-    torch.save(whole(spec, params, state), file)
-    file.seek(0)
-    full, saved = torch.load(file, weights_only=True)
-
-    other, other_spec, fresh = make(1, p)
-    assert not torch.equal(fs.unshard(fresh, other_spec)["output.weight"], full["output.weight"])
-    fresh = fs.shard(full if rank == 0 else None, other_spec, src=0)
-    fresh_state = checkpoint.from_optimizer_state_dict(saved, other_spec, init(fresh))
-    got, got_state = train(other, other_spec, fresh, fresh_state, range(3, 5))
-    (ours, states), (theirs, wanted) = whole(other_spec, got, got_state), whole(spec, expected, expected_state)
-    same(ours, theirs, "parameters")
-    for name, slots in wanted["state"].items():
-        same(states["state"][name], slots, name)
-    if p == P("shard"):
-        assert all(torch.equal(got[key], shard) for key, shard in expected.items())
+        check_parity(rank, model, fs.by_type(Block, p=p)(model).on(made), tokens, next_token, steps=depth(2, 5))
 
 
 def test_invalid_meshes() -> None:
     """Two dimensions without names, and axes that are not there, are errors that name them before anything is sent."""
+    policy, both, words = (
+        fs.by_type(MLP),
+        fs.by_type(MLP, p=BOTH),
+        r"unit '': unknown mesh axis 'replicate' in .* one of \('shard',\)",
+    )
     model = Net()
     with world(8):
-        unnamed = init_device_mesh("cpu", (2, 4))
-        one, named = init_device_mesh("cpu", (8,)), mesh_of(2, 4)
+        unnamed, one = init_device_mesh("cpu", (2, 4)), init_device_mesh("cpu", (8,))
         with Collectives() as log:
-            with pytest.raises(ValueError, match="mesh of 2 dimensions has no names: expected one for each axis; give mesh_"):
-                fs.by_type(MLP)(model).on(unnamed)
-            calls: list[Callable[[], object]] = [
-                lambda: fs.by_type(MLP, p=BOTH)(model).on(one),
-                lambda: fs.shard(model, fs.by_type(MLP, p=BOTH)(model)),  # the whole world is one axis
-                lambda: fs.by_type(MLP, p=P("replicate"))(model).bound,
-            ]
-            for call in calls:
-                with pytest.raises(ValueError, match=r"unit '': unknown mesh axis 'replicate' in .* one of \('shard',\)"):
-                    call()
-            with pytest.raises(ValueError, match="unit 'head': unknown mesh axis 'model'"):
-                fs.by_path({"head": P("model")})(model).on(named)
-            assert fs.by_type(MLP)(model).on(one).sizes == (("shard", 8),)
+            said = "mesh of 2 dimensions has no names: expected one for each axis; give mesh_"
+            refused(ValueError, said, lambda: policy(model).on(unnamed))
+            refused(ValueError, words, lambda: both(model).on(one))
+            refused(ValueError, words, lambda: fs.shard(model, both(model)))  # the whole world is one axis
+            assert policy(model).on(one).sizes == (("shard", 8),)
         assert not log.all

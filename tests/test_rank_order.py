@@ -17,7 +17,7 @@ from depth import at_most, each, every, seldom
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import DERIVATIVES, numbers, strategies
-from ranks import Pool, launch, mesh_of, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from test_sharding import layers, message, square, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -258,40 +258,15 @@ def test_ranks_that_have_made_different_numbers_of_groups(gloo4: Pool, tmp_path:
     gloo4.stop()  # whose ranks have different numbers of process groups
 
 
-EVALUATION = """
-import time
-from pathlib import Path
-import torch, torch.distributed as dist
-from torch import nn
-import funshard as fs
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.ModuleDict({{key: nn.Linear(6, 6) for key in "abc"}})
-model.forward = lambda x, route: [x := model[key](x) for key in route][-1]
-spec = fs.by_type(nn.Linear)(model)
-params, rank = fs.shard(model, spec), dist.get_rank()
-try:
-    with torch.no_grad():
-        fs.functional_call(model, params, (torch.ones(2, 6), "ac" if rank == 1 else "ab"), spec=spec, prefetch=0)
-    print("a value on rank", rank)
-except RuntimeError as error:
-    Path(f"{folder}/{{rank}}").write_text(str(error))
-    time.sleep(4)  # the others have time to go on: those that still run when the first one ends say nothing
-    raise
-"""
-
-
-@seldom
-def test_no_rank_returns_values_where_one_between_others_ran_another_unit(tmp_path: Path) -> None:
+@real_ranks(4)
+def test_no_rank_returns_values_where_one_between_others_ran_another_unit(rank: int) -> None:
     """All ranks compare what they have gathered at the end of forward."""
-    script = tmp_path / "evaluation.py"
-    script.write_text(EVALUATION.format(folder=tmp_path))
-    with pytest.raises(AssertionError, match="exit codes") as raised:
-        launch(4, script)
-    for rank in range(4):
-        assert (tmp_path / str(rank)).read_text().startswith("ranks ran different units")
-    assert "a value on rank" not in str(raised.value)
+    torch.manual_seed(0)
+    model = Routed().double()
+    spec = fs.by_type(nn.Linear)(model).on(own_group())
+    params, x, route = fs.shard(model, spec), numbers(rank, 0, width=6), (0, 2) if rank == 1 else (0, 1)
+    call = torch.no_grad()(lambda: fs.functional_call(model, params, (x, route), spec=spec, prefetch=0))
+    assert error_of(call).startswith("ranks ran different units")
 
 
 # --- ranks slice what each of them holds itself: shard compares the values first ---

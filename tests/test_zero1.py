@@ -27,7 +27,6 @@ import funshard as fs
 from funshard.optim import UnitState
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
-STEPS = 3
 
 
 def model() -> nn.Module:
@@ -41,7 +40,7 @@ def specs(module: nn.Module) -> tuple[fs.PartitionSpec, fs.PartitionSpec]:
 
 
 def batches(ranks: int) -> Tensor:
-    return torch.randn(STEPS, ranks, 4, 5, generator=torch.Generator().manual_seed(1))
+    return torch.randn(3, ranks, 4, 5, generator=torch.Generator().manual_seed(1))
 
 
 def train(module: nn.Module, xs: Tensor) -> tuple[fs.Params, dict[str, Any]]:
