@@ -155,6 +155,21 @@ def test_grad_outside_of_the_ranks(op: str, seed: int) -> None:
         (lambda a: c.all_reduce(torch.ones(1, dtype=torch.int64), a), TypeError, r"mean .* floating point .* got torch.int64"),
         (lambda a: c.broadcast(torch.ones(1), a, src=3), ValueError, r"expected src in 0\.\.2, got 3"),
         (lambda a: c.all_reduce(torch.ones(1), a), ValueError, r"3 ranks without a process group.*\.on\(mesh\)"),
+        (lambda a: c.permute(torch.ones(1), a), ValueError, r"3 ranks without a process group"),
+        (lambda a: c.permute(torch.ones(1), a, 1, perm=[(0, 1)]), TypeError, r"permute: expected a shift or a perm, got both"),
+        (lambda a: c.permute(torch.ones(1), a, perm=[(0, 3)]), ValueError, r"ranks in 0\.\.2, got \(0, 3\)"),
+        (lambda a: c.permute(torch.ones(1), a, perm=[(-1, 0)]), ValueError, r"ranks in 0\.\.2, got \(-1, 0\)"),
+        (lambda a: c.permute(torch.ones(1), a, perm=[(0, 1), (0, 2)]), ValueError, r"once as a source.*broadcast"),
+        (lambda a: c.permute(torch.ones(1), a, perm=[(0, 1), (2, 1)]), ValueError, r"once as a destination"),
+        (
+            lambda a: c.all_to_all(torch.ones(3, 4), a, split_dim=1),
+            ValueError,
+            r"a dimension 1 that 3 ranks divide, got \(3, 4\)",
+        ),
+        (lambda a: c.all_to_all(torch.ones(3, 4), a, split_dim=2), ValueError, r"all_to_all: .*in -2\.\.1 .*, got 2"),
+        (lambda a: c.all_to_all(torch.ones(3, 4), a, concat_dim=-3), ValueError, r"all_to_all: .*in -2\.\.1 .*, got -3"),
+        (lambda a: c.reduce_scatter(torch.ones(3, 4), a, dim=-1), ValueError, r"reduce_scatter: .*dimension 1 that 3 ranks"),
+        (lambda a: c.gather_values(torch.ones(3, 4), a, dim=2), ValueError, r"gather_values: .*in -2\.\.1 .*, got 2"),
     ],
 )
 def test_errors(call: Callable[[Axis], Tensor], error: type[Exception], match: str) -> None:

@@ -306,31 +306,6 @@ def test_bytes() -> None:
     assert [(s.op, s.numel) for s in sent.all] == [("all_to_all_single", 24)] * 4
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        (lambda a: c.permute(torch.ones(1), a), ValueError, r"3 ranks without a process group"),
-        (lambda a: c.permute(torch.ones(1), a, 1, perm=[(0, 1)]), TypeError, r"permute: expected a shift or a perm, got both"),
-        (lambda a: c.permute(torch.ones(1), a, perm=[(0, 3)]), ValueError, r"ranks in 0\.\.2, got \(0, 3\)"),
-        (lambda a: c.permute(torch.ones(1), a, perm=[(-1, 0)]), ValueError, r"ranks in 0\.\.2, got \(-1, 0\)"),
-        (lambda a: c.permute(torch.ones(1), a, perm=[(0, 1), (0, 2)]), ValueError, r"once as a source.*broadcast"),
-        (lambda a: c.permute(torch.ones(1), a, perm=[(0, 1), (2, 1)]), ValueError, r"once as a destination"),
-        (
-            lambda a: c.all_to_all(torch.ones(3, 4), a, split_dim=1),
-            ValueError,
-            r"a dimension 1 that 3 ranks divide, got \(3, 4\)",
-        ),
-        (lambda a: c.all_to_all(torch.ones(3, 4), a, split_dim=2), ValueError, r"all_to_all: .*in -2\.\.1 .*, got 2"),
-        (lambda a: c.all_to_all(torch.ones(3, 4), a, concat_dim=-3), ValueError, r"all_to_all: .*in -2\.\.1 .*, got -3"),
-        (lambda a: c.reduce_scatter(torch.ones(3, 4), a, dim=-1), ValueError, r"reduce_scatter: .*dimension 1 that 3 ranks"),
-        (lambda a: c.gather_values(torch.ones(3, 4), a, dim=2), ValueError, r"gather_values: .*in -2\.\.1 .*, got 2"),
-    ],
-)
-def test_errors(call: Callable[[Axis], Tensor], error: type[Exception], match: str) -> None:
-    """Bad input is a clear error before any communication."""
-    refused(error, match, lambda: call(ProcessAxis(3)))
-
-
 # --- Uneven counts ---
 @pytest.mark.parametrize("n", mark_seldom([2, 4], 2))
 @real_ranks(lambda n: n)

@@ -13,15 +13,15 @@ from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
 from depth import at_most, depth
 from models import module_class, refused
-from parity import WAYS, check_parity, next_token, numbers, same, squared, step_with, tokens
+from parity import WAYS, check_parity, next_token, numbers, squared, tokens
 from peer_models import MLP, Block, Net, Transformer, fsdp2
 from ranks import mesh_of, real_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DeviceMesh, init_device_mesh
 
 import funshard as fs
 from funshard import P
-from funshard.collectives import Mesh, broadcast
+from funshard.collectives import Mesh
 
 BOTH = P(("replicate", "shard"))
 
@@ -63,58 +63,7 @@ def test_three_axes_send(way: str) -> None:
     assert sent.backward == [scatter(spec, ""), reduce(spec, "", 3), reduce(spec, "", 2)]
 
 
-# --- replicas that differ ---
-class Counting(Net):
-    """Counts its calls, and the mean of its inputs, in buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.tensor(0.0).double())
-        self.register_buffer("mean", torch.zeros(5).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("src", [0, 1])
-@real_ranks(4)
-def test_hsdp_broadcast_across_replicas(rank: int, src: int) -> None:
-    """Replicas of two models, and buffers of four: after a broadcast over the replicas all train as one."""
-    mesh = mesh_of(2, 2)
-    axes = Mesh.of(mesh)
-    replica = mesh.get_local_rank("replicate")
-    models = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        models.append(Counting())
-    model, chosen = models[replica], models[src]
-    spec = fs.by_type(MLP)(model).on(mesh)
-    model.calls += rank
-    params, buffers = fs.shard(model, spec, check_values=False), dict(model.named_buffers())
-    assert torch.equal(params[""], fs.shard(chosen, spec)[""]) == (replica == src)
-    params = {key: broadcast(shard, axes["replicate"], src=src) for key, shard in params.items()}
-    buffers = {name: broadcast(broadcast(b, axes["replicate"], src=src), axes["shard"]) for name, b in buffers.items()}
-    expected = {name: p.detach() for name, p in chosen.named_parameters()}
-    assert all(torch.equal(shard, fs.shard(expected, spec, rank=rank)[key]) for key, shard in params.items())
-    assert buffers["calls"] == 2 * src  # the first rank of that replica
-    full = fs.unshard(params, spec)
-    assert all(torch.equal(full[name], p) for name, p in expected.items())
-
-    plain = copy.deepcopy(chosen)
-    ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
-    for step in range(3):
-        loss = lambda p: squared(lambda x: fs.functional_call(model, p, x, spec=spec, buffers=buffers), numbers(rank, step))  # noqa: E731
-        grads = fs.grad(loss)(params)
-        theirs.zero_grad()
-        sum(squared(plain, numbers(r, step)) / 4 for r in range(4)).backward()
-        step_with(grads, params, ours, theirs)
-    assert buffers["calls"] == 2 * src + 3
-    assert model.calls == rank  # its own are as they were
-    same(fs.unshard(params, spec), {name: p.detach() for name, p in plain.named_parameters()}, "trained")
-
-
+# --- meshes of groups ---
 Plain = module_class(
     "Plain",
     lambda dim: {"in_proj": nn.Linear(dim, 4 * dim, bias=False), "out_proj": nn.Linear(4 * dim, dim, bias=False)},
@@ -156,7 +105,6 @@ def test_custom_hsdp_all_reduce_hook(rank: int) -> None:
         assert torch.equal(p.grad.full_tensor(), expected[name])
 
 
-# --- meshes ---
 @at_most(1)
 @pytest.mark.parametrize("dims", [1, 2])
 @real_ranks(4)

@@ -7,7 +7,6 @@ each of torch's tests that says no more than that; the tests below it say someth
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import math
@@ -461,26 +460,6 @@ def test_post_acc_grad_hook_runs(rank: int) -> None:
         leaf.register_post_accumulate_grad_hook(lambda _, key=key: fired.append(key))
     squared(sharded_call(model, leaves, spec), numbers(rank, 0)).backward()
     assert sorted(fired) == sorted(spec.by_key)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@real_ranks(2)
-def test_fsdp_zero2_eval_with_prefetch(rank: int, strategy: str) -> None:
-    """Evaluation, training and evaluation in turn: no_grad gives what grad mode gives, and what the module itself gives."""
-    model, x = nn.Sequential(MLP(5), nn.BatchNorm1d(5).double(), MLP(5)), numbers(rank, 0)
-    model[1].running_mean.fill_(0.25)  # trained statistics: initial ones are warned of
-    spec, params = shards_of(fs.by_type(MLP, p=STRATEGIES[strategy]), model)
-    for mode in (False, True, False):
-        model.train(mode)
-        expected = model(x) if not mode else None
-        with unchanged(model):
-            in_vain = pytest.warns(fs._call.buffers.BufferWarning) if mode else contextlib.nullcontext()  # statistics
-            with torch.no_grad(), in_vain:
-                quiet = sharded_call(model, params, spec)(x)
-            grads, value = fs.grad_and_value(squared_loss(model, spec, x))(params)
-        assert_close(value, (quiet**2).mean())
-        assert expected is None or torch.equal(quiet, expected)
-        assert all(g.any() for g in grads.values())
 
 
 @real_ranks(2)
