@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +13,7 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom, seldom
+from parity import step_with
 from ranks import Pool, launch, mesh_of, real_ranks
 from test_examples import EXAMPLES, losses
 from test_memory import Peak
@@ -50,13 +50,6 @@ def llama(**options: Any) -> nn.Module:
     return tensor_parallel.Llama(**TINY, **options).double()
 
 
-def tokens(sizes: Mapping[str, int]) -> Tensor:
-    """What each rank reads, which those along "tensor" share: [ranks, 2, batch, seq]."""
-    torch.manual_seed(1)
-    x = torch.randint(256, (*(1 if name == "tensor" else size for name, size in sizes.items()), 2, BATCH, SEQ))
-    return x.expand(*sizes.values(), 2, BATCH, SEQ).reshape(-1, 2, BATCH, SEQ)
-
-
 WAYS = [{}, {"sequence": True}, {"sequence": True, "reshard": False}]
 MESHES = [{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"shard": 4, "tensor": 1}]
 
@@ -65,17 +58,18 @@ MESHES = [{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"shard": 4, "te
 @each(way=WAYS, sizes=MESHES)
 @real_ranks(4)
 def test_tensor_parallel_on_four_ranks(rank: int, sizes: dict[str, int], way: dict[str, bool]) -> None:
-    whole, model, xys = llama(), llama(parts=sizes["tensor"]), tokens(sizes)
-    grid, at = torch.arange(len(xys)).view(*sizes.values()), [*sizes].index("tensor")
-    seeds = grid.narrow(at, 0, 1).expand(grid.shape).flatten().tolist()  # of the first rank along "tensor"
+    """Ranks along "tensor" read and drop the same."""
+    whole, model, mesh = llama(), llama(parts=sizes["tensor"]), mesh_of(**sizes)
+    at = mesh.get_local_rank("shard")
+    xys = torch.randint(256, (sizes["shard"], 2, BATCH, SEQ), generator=torch.Generator().manual_seed(1))
 
     def loss(call: Any, xy: Tensor) -> Tensor:
-        torch.manual_seed(seeds[rank])
+        torch.manual_seed(at)
         axis = call.axis("tensor")
         return call(*xy, *(() if axis is None else (tensor_parallel.Split(axis, way.get("sequence", False)),)))
 
-    spec = tensor_parallel.policy(way.get("reshard", True))(model).on(mesh_of(**sizes))
-    fs.testing.assert_exact(loss, whole, spec, xys[rank], local=model)
+    spec = tensor_parallel.policy(way.get("reshard", True))(model).on(mesh)
+    fs.testing.assert_exact(loss, whole, spec, xys[at], local=model)
 
 
 LEARN: dict[str, tuple[str, list[tuple[int, str]], float]] = {
@@ -280,9 +274,7 @@ def test_2d_mlp_with_nd_mesh(rank: int, width: int, hidden: int, reshard: bool) 
     ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
     for _ in range(5):
         grads, value = fs.grad_and_value(loss)(params)
-        for key, p in params.items():
-            p.grad = grads[key]
-        ours.step()
+        step_with(grads, params, ours)
         theirs.zero_grad()
         losses = [(plain(x) ** 2).mean() for x in xs]
         (sum(losses) / 2).backward()
@@ -346,39 +338,12 @@ def test_a_mesh_of_some_ranks_is_refused_by_norms_and_checkpoints(rank: int, tmp
 # --- pipeline ---
 import pipeline as example  # noqa: E402
 
-MICRO, DIM = 4, 8
+DIM = 8
 
 
 def gpt(stages: int = 1) -> example.GPT:
     torch.manual_seed(0)
     return example.GPT(4, DIM, 2, SEQ, stages).double()
-
-
-def batches(sizes: Mapping[str, int]) -> Tensor:
-    """What each rank reads, the same for all stages: [ranks, 2, micro-batches, batch, seq]."""
-    torch.manual_seed(1)
-    x = torch.randint(256, (1, sizes["shard"], 2, MICRO, BATCH, SEQ))
-    return x.expand(sizes["stage"], -1, -1, -1, -1, -1).flatten(0, 1)
-
-
-def expected(sizes: Mapping[str, int], direction: Tree | None = None) -> Tree:
-    """In one process, without stages or micro-batches: the gradient, or its derivative in a direction."""
-    model, full = gpt(), whole_params()
-    x, y = batches(sizes)[: sizes["shard"]].transpose(0, 1).flatten(1, 3)
-
-    def loss(params: Tree) -> Tensor:
-        return torch.func.functional_call(model, params, (lambda model: model.predict(model.blocks(model.embed(x)), y),))
-
-    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
-        return torch.func.grad(loss)(full) if direction is None else fs.hvp(loss, full, direction)
-
-
-def whole_params() -> Tree:
-    return {name: p.detach() for name, p in gpt().named_parameters()}
-
-
-def along() -> Tree:
-    return {name: p.cos() for name, p in whole_params().items()}
 
 
 STAGES = [{"stage": 2, "shard": 1}, {"stage": 2, "shard": 2}, {"stage": 4, "shard": 1}, {"stage": 1, "shard": 4}]
@@ -390,19 +355,25 @@ STAGES += [{"shard": 2, "stage": 2}]
 @real_ranks(lambda sizes: math.prod(sizes.values()))
 def test_both_schedules(rank: int, sizes: dict[str, int]) -> None:
     """1F1B keeps activations of S - s micro-batches on stage s of S, whatever their number."""
-    mesh = mesh_of(**sizes)
-    xy = batches({"stage": sizes["stage"], "shard": sizes["shard"]})[mesh.get_local_rank("shard")]
-    model = gpt(sizes["stage"])
-    spec = example.policy()(model).on(mesh)
-    params, tangent = fs.shard(whole_params(), spec), fs.shard(along(), spec)
+    mesh, model, whole = mesh_of(**sizes), gpt(sizes["stage"]), gpt()
+    spec, full = example.policy()(model).on(mesh), {name: p.detach() for name, p in whole.named_parameters()}
+    params, along, axis = fs.shard(full, spec), {name: p.cos() for name, p in full.items()}, spec.axis("stage")
+    torch.manual_seed(1)
+    xys = torch.randint(256, (sizes["shard"], 2, 4, BATCH, SEQ))  # the same four micro-batches for all stages
+    x, y = xys[mesh.get_local_rank("shard")]
 
     def loss(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (example.spmd, xy[0], xy[1], spec.axis("stage")), spec=spec)
+        return fs.functional_call(model, params, (example.spmd, x, y, axis), spec=spec)
 
-    want = expected(sizes)
-    with sdpa_kernel(SDPBackend.MATH):
+    def at_once(params: Tree) -> Tensor:
+        """In one process, without stages or micro-batches."""
+        x, y = xys.transpose(0, 1).flatten(1, 3)
+        return torch.func.functional_call(whole, params, (lambda model: model.predict(model.blocks(model.embed(x)), y),))
+
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        want = torch.func.grad(at_once)(full)
         check(fs.grad(loss)(params), spec, want)
-        check(fs.hvp(loss, params, tangent), spec, expected(sizes, along()))
+        check(fs.hvp(loss, params, fs.shard(along, spec)), spec, fs.hvp(at_once, full, along))
     kept = most = 0
     run_stage, backward = example.run_stage, torch.autograd.grad
 
@@ -417,7 +388,7 @@ def test_both_schedules(rank: int, sizes: dict[str, int]) -> None:
         return backward(*args, **kwargs)
 
     with mock.patch.object(example, "run_stage", counted_stage), mock.patch("torch.autograd.grad", counted_backward):
-        shards, value = example.one_f_one_b(model, fs.shard(gpt(), spec), xy[0], xy[1], spec.axis("stage"), spec)
+        shards, value = example.one_f_one_b(model, params, x, y, axis, spec)
     assert kept == 0
     check(shards, spec, want)
     assert (value > 0) == (mesh.get_local_rank("stage") == sizes["stage"] - 1)
