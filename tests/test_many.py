@@ -124,13 +124,9 @@ def over_tasks(f: Loss, p: fs.Params, scale: Any) -> Tensor:
     return f(descended(f, p, 2, scale=scale, by=grad), -scale)
 
 
-def quartic(f: Loss, dot: Dot) -> Loss:
-    """With the global norm to the fourth, which couples every rank and unit."""
-    return lambda p: f(p) + dot(p, p) ** 2
-
-
 LAWS = {
-    "hvp of a global norm": both(lambda f, p, v, dot, hvp: hvp(quartic(f, dot), p, v)),
+    "hvp of a global norm": both(  # to the fourth: it couples every rank and unit
+        lambda f, p, v, dot, hvp: hvp(lambda p: f(p) + dot(p, p) ** 2, p, v)),
     "hvp of many directions": Law(
         lambda f, p, v, dot: member(vmap(lambda v: fs.hvp(f, p, v))(stack(v, p)), 1), lambda f, p, v, dot: by_reverse(f, p, p)),
     "hvp at many points": Law(

@@ -314,12 +314,6 @@ class Data:
     n: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    x: Tensor
-    n: Tensor
-
-
 class Pair(NamedTuple):
     x: Tensor
     n: Tensor
@@ -333,8 +327,7 @@ def output_of_transformers(x: Tensor, n: Tensor) -> Any:
 
 STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
     "dataclass": (Data, lambda s: (s.x, s.n)),
-    "nested": (lambda x, n: Data([Data(x, None)], {"n": Frozen(n, n)}), lambda s: (s.x[0].x, s.n["n"].n)),
-    "frozen": (Frozen, lambda s: (s.x, s.n)),
+    "nested": (lambda x, n: Data([Data(x, None)], {"n": Pair(n, n)}), lambda s: (s.x[0].x, s.n["n"].n)),
     "namedtuple": (Pair, lambda s: (s.x, s.n)),
     "dict": (lambda x, n: {"x": x, "n": n}, lambda s: (s["x"], s["n"])),
     "list": (lambda x, n: [x, None, "text", n], lambda s: (s[0], s[3])),

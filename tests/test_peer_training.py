@@ -19,8 +19,8 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from collective_log import world
-from depth import at_most, depth, every, mark_seldom, seldom, thorough
+from collective_log import SHORT, Collectives, world
+from depth import at_most, depth, each, every, mark_seldom, seldom
 from models import module_class, unchanged
 from parity import STRATEGIES, WAYS, next_token, numbers, same, sharded_call, shards_of, squared, squared_loss, tokens
 from peer_models import MLP, Block, Chunked, Net, Transformer, chain, frozen
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from wrap_oracle import NESTED, sequential
@@ -591,45 +592,33 @@ def test_no_warmup_jvp(rank: int, strategy: str, how: str) -> None:
             assert torch.equal(tangent, zeros + expected)
 
 
-def grad_and_value_of_plain(f: Callable[..., Tensor]) -> Callable[..., tuple[fs.Params, Tensor]]:
-    """fs.grad_and_value with respect to shards that an optimizer holds."""
-    return lambda params, x: fs.grad_and_value(f)({key: p.detach() for key, p in params.items()}, x)
-
-
 @seldom
 @pytest.mark.parametrize("strategy", mark_seldom(BY_DEFAULT, BY_DEFAULT[0]))
 @real_ranks(2)
 def test_fsdp_compile_losses(rank: int, strategy: str) -> None:
     """Ten iterations of Adam in eager mode over a compiled loss, by autograd and by fs.grad, beside the eager run."""
-    small = not thorough() and strategy != "shard"
-    model, of_call, batch = (Net(1), squared, numbers) if small else (Transformer(1), next_token, tokens)
+    model, of_call, batch = depth((Net(1), squared, numbers), (Transformer(1), next_token, tokens))
     spec = POLICIES[strategy](model).bound
 
     def loss(params: fs.Params, x: Tensor) -> Tensor:
         return of_call(sharded_call(model, params, spec), x)
 
+    def run(loss: Callable[..., Tensor], way: str) -> tuple[Tensor, fs.Params]:
+        params, losses = fs.shard(model, spec), []
+        optimizer = torch.optim.Adam(params.values(), lr=1e-2)
+        for i in range(10):
+            grads, value = WAYS[way](lambda p: loss(p, batch(rank, i % 2)))(params)
+            losses.append(value)
+            parity.step_with(grads, params, optimizer)
+        return torch.stack(losses), params
+
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-
-    def backward(params: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
-        value = compiled(params, x)
-        return dict(zip(params, torch.autograd.grad(value, list(params.values())), strict=True)), value.detach()
-
-    def run(gradient: Callable[..., tuple[fs.Params, Tensor]]) -> tuple[list[Tensor], fs.Params]:
-        params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
-        optimizer, losses = torch.optim.Adam(params.values(), lr=1e-2), []
-        for i in range(10):
-            grads, value = gradient(params, batch(rank, i % 2))
-            losses.append(value.detach())
-            parity.step_with({key: g.detach() for key, g in grads.items()}, params, optimizer)
-        return losses, {key: p.detach() for key, p in params.items()}
-
-    losses, params = run(grad_and_value_of_plain(loss))
+    losses, params = run(loss, "fs")
     assert losses[-1] < losses[1] < losses[0] + 1  # it trains
-    ways = backward, grad_and_value_of_plain(compiled)
-    for gradient in depth(ways[1:] if small else ways[:1], ways):
-        theirs, trained = run(gradient)
-        assert_close(torch.stack(theirs), torch.stack(losses))
+    for way in ("autograd.grad", "fs"):
+        theirs, trained = run(compiled, way)
+        assert_close(theirs, losses)
         same(trained, params, "parameters")
 
 
@@ -649,3 +638,19 @@ def test_compiled_graph_takes_shards_alone(strategy: str) -> None:
     shapes = sorted(tuple(t.shape) for t in inputs if isinstance(t, Tensor))
     assert shapes == sorted(tuple(t.shape) for t in [*params.values(), x])
     assert not list(graph.parameters())
+
+
+@at_most(1)
+@each(way=["fs", "torch.func"], p=[P("shard"), P("shard", reshard=False), P()])
+def test_fully_shard_compile_graph(p: P, way: str) -> None:
+    """The graph of a step has the very collectives that the eager step sends, regathers included, in the same order."""
+    with world(8):
+        model = Net()
+        spec, params = shards_of(fs.by_type(MLP, p=p), model)
+        f = WAYS[way](squared_loss(model, spec, numbers(0, 0)))
+        with Collectives() as sent:
+            f(params)
+        targets = [node.target for node in make_fx(f)(params).graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    names = [target._schema.name.partition("::") for target in targets]
+    started = [name for namespace, _, name in names if namespace == "_c10d_functional" and name != "wait_tensor"]
+    assert [SHORT.get(name, name) for name in started] == [s.op for s in sent.all]

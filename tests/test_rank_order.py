@@ -277,35 +277,23 @@ KINDS = {
 }
 
 
-def unseeded(rank: int, kind: str, by_name: bool) -> str:
+@every(by_name=[False, True], kind=sorted(KINDS))
+@real_ranks(lambda kind: 4 if kind == "HSDP" else 2)
+def test_models_of_different_seeds(rank: int, kind: str, by_name: bool) -> None:
+    """An error on every rank with the first parameter that differs and the ranks where; the next call is in step."""
     torch.manual_seed(rank // 2)  # of four ranks 2 and 3 alike, of two none: where there is no common seed
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7)).requires_grad_(rank >= 0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
     with torch.no_grad():
         model[0].bias.zero_()  # what is alike is not named
-    if kind != "HSDP":
-        with torch.no_grad():
-            model[0].weight.add_(rank)
+        model[0].weight.add_(0 if kind == "HSDP" else rank)
     said = message(fs.shard, values(model) if by_name else model, KINDS[kind](model))
-    same(
-        fs.shard(layers(), fs.policies.whole()(layers())),
-        fs.shard(values(layers()), fs.policies.whole()(layers()).bound, rank=rank),
-    )
-    return said
-
-
-@every(by_name=[False, True], kind=sorted(KINDS))
-def test_models_of_different_seeds(kind: str, by_name: bool, gloo2: Pool, gloo4: Pool) -> None:
-    """An error on every rank with the first parameter that differs and the ranks where; the next call is in step."""
-    said = (gloo4 if kind == "HSDP" else gloo2).run(unseeded, kind, by_name)
-    unit, ranks, total = ("", r"rank 1", "1 of 4") if kind == "P()" else ("0", "rank 1", "1 of 4")
-    if kind == "HSDP":
-        ranks, total = "ranks 2, 3", "3 of 4"
-    assert len(set(said)) == 1
-    pattern = (
-        rf"parameter '0\.weight' of unit '{unit}': expected the same values .* got others on {ranks} than on rank 0 \({total}"
-    )
-    assert re.search(pattern, said[0]), said[0]
-    assert re.search(r"torch\.manual_seed .*shard\(\.\.\., src=0\).*check_values=False", said[0])
+    unit, (ranks, total) = "" if kind == "P()" else "0", ("ranks 2, 3", "3") if kind == "HSDP" else ("rank 1", "1")
+    before = "expected the same values .* got others on"
+    words = rf"parameter '0\.weight' of unit '{unit}': {before} {ranks} than on rank 0 \({total} of 4"
+    assert re.search(words, said), said
+    assert re.search(r"torch\.manual_seed .*shard\(\.\.\., src=0\).*check_values=False", said)
+    whole = fs.policies.whole()(layers())
+    same(fs.shard(layers(), whole), fs.shard(values(layers()), whole.bound, rank=rank))
 
 
 @real_ranks(2)

@@ -126,16 +126,12 @@ def items(request: pytest.FixtureRequest) -> list[pytest.Function]:
 LETTERS, NUMBERS, TWINS = "abcd", [1, 2, 3], [(1, "x"), (1, "y"), (2, "y")]
 
 
-@each
-@pytest.mark.parametrize("letter", LETTERS)
-@pytest.mark.parametrize("number", NUMBERS)
+@each(letter=LETTERS, number=NUMBERS)
 @pytest.mark.parametrize(("n", "twin"), TWINS)
 def test_each(letter: str, number: int, n: int, twin: str) -> None: ...
 
 
-@pairs
-@pytest.mark.parametrize("letter", LETTERS)
-@pytest.mark.parametrize("number", NUMBERS)
+@pairs(letter=LETTERS, number=NUMBERS)
 @pytest.mark.parametrize(("n", "twin"), TWINS)
 def test_pairs(letter: str, number: int, n: int, twin: str) -> None: ...
 
