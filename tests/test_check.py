@@ -83,14 +83,12 @@ def check_cases(pool: Pool, names: list[str]) -> None:
 
 CHECKED = [name for name in CASES if name != "raise_in_teardown"]
 
-SOME = "another_order", "raise_in_backward", "a_loop_left_early"
-
 
 @pytest.mark.usefixtures("not_on_worst")
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        ("gloo4", SOME),
+        ("gloo4", ["another_order", "raise_in_backward", "a_loop_left_early"]),
         pytest.param("gloo4", CHECKED, marks=seldom),
         pytest.param("gloo2", [*CHECKED, CHECKED[0]], marks=seldom),  # and the processes go on
     ],

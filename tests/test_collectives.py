@@ -164,7 +164,7 @@ def test_grad_outside_of_the_ranks(op: str, seed: int) -> None:
         (
             lambda a: c.all_to_all(torch.ones(3, 4), a, split_dim=1),
             ValueError,
-            r"a dimension 1 that 3 ranks divide, got \(3, 4\)",
+            r"dimension 1 that 3 ranks divide, got \(3, 4\)",
         ),
         (lambda a: c.all_to_all(torch.ones(3, 4), a, split_dim=2), ValueError, r"all_to_all: .*in -2\.\.1 .*, got 2"),
         (lambda a: c.all_to_all(torch.ones(3, 4), a, concat_dim=-3), ValueError, r"all_to_all: .*in -2\.\.1 .*, got -3"),

