@@ -161,11 +161,7 @@ def test_grad_outside_of_the_ranks(op: str, seed: int) -> None:
         (lambda a: c.permute(torch.ones(1), a, perm=[(-1, 0)]), ValueError, r"ranks in 0\.\.2, got \(-1, 0\)"),
         (lambda a: c.permute(torch.ones(1), a, perm=[(0, 1), (0, 2)]), ValueError, r"once as a source.*broadcast"),
         (lambda a: c.permute(torch.ones(1), a, perm=[(0, 1), (2, 1)]), ValueError, r"once as a destination"),
-        (
-            lambda a: c.all_to_all(torch.ones(3, 4), a, split_dim=1),
-            ValueError,
-            r"dimension 1 that 3 ranks divide, got \(3, 4\)",
-        ),
+        (lambda a: c.all_to_all(torch.ones(3, 4), a, split_dim=1), ValueError, r"dimension 1 that 3 ranks .*, got \(3, 4\)"),
         (lambda a: c.all_to_all(torch.ones(3, 4), a, split_dim=2), ValueError, r"all_to_all: .*in -2\.\.1 .*, got 2"),
         (lambda a: c.all_to_all(torch.ones(3, 4), a, concat_dim=-3), ValueError, r"all_to_all: .*in -2\.\.1 .*, got -3"),
         (lambda a: c.reduce_scatter(torch.ones(3, 4), a, dim=-1), ValueError, r"reduce_scatter: .*dimension 1 that 3 ranks"),

@@ -75,12 +75,10 @@ def test_tensor_parallel_on_four_ranks(rank: int, sizes: dict[str, int], way: di
 LEARN: dict[str, tuple[str, list[tuple[int, str]], float]] = {
     "tensor_parallel": (
         "--heads 4 --kv-heads 2 --hidden 64",
-        [(1, ""), (4, "--tensor 2 --sequence"), *depth([], [(4, "--tensor 2"), (2, "--tensor 2")])],
-        2e-3,
-    ),
+        [(1, ""), (4, "--tensor 2 --sequence"), *depth([], [(4, "--tensor 2"), (2, "--tensor 2")])], 2e-3),
     "moe": ("--heads 2 --hidden 32 --experts 4 --balance 0.1", [(1, "--expert 1"), (4, "--expert 2")], 2e-3),
     "mixtral": ("--heads 2 --hidden 32 --experts 4", [(1, "--expert 1"), (4, "--expert 2")], 3e-2),  # balanced by rank
-}
+}  # fmt: skip
 """Flags, the numbers of ranks with those of each, and by how much losses may differ."""
 
 

@@ -55,9 +55,7 @@ class Dtypes(TorchDispatchMode):
 
 
 # --- the table: what enters gathers and reductions ---
-Layer = module_class(
-    "Layer", lambda dtype: {"w": nn.Parameter(torch.ones(5, dtype=dtype))}, lambda self, x: x * self.w * self.w
-)
+Layer = module_class("Layer", lambda of: {"w": nn.Parameter(torch.ones(5, dtype=of))}, lambda self, x: x * self.w * self.w)
 Stack = module_class(
     "Stack",
     lambda dtype: {"a": Layer(dtype), "b": Layer(dtype), "scale": nn.Parameter(torch.ones(3, dtype=dtype))},

@@ -384,17 +384,15 @@ def loaded_by_torch(rank: int, kind: str, folder: str, expected: Any) -> None:
 @at_most(1)
 @each
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["fsdp2", "hsdp", "fsdp1", "ddp", "plain"])
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [*((2, kind) for kind in ("fsdp2", "hsdp", "fsdp1", "ddp", "plain")), pytest.param(4, "fsdp2", marks=seldom)],
+)
 @pytest.mark.usefixtures("not_on_worst")  # where torch's FSDP1 asks the group for a device
-def test_what_is_saved_others_load(gloo2: Pool, kind: str, policy: str, tmp_path: Path) -> None:
+def test_what_is_saved_others_load(gloo2: Pool, gloo4: Pool, ranks: int, kind: str, policy: str, tmp_path: Path) -> None:
+    """By two ranks, on as many or on four."""
     expected = gloo2.run(saved_by_us, policy, str(tmp_path / "ours"))[0]
-    gloo2.run(loaded_by_torch, kind, str(tmp_path / "ours"), expected)
-
-
-@seldom
-def test_what_two_ranks_save_fsdp2_loads_on_four(gloo2: Pool, gloo4: Pool, tmp_path: Path) -> None:
-    expected = gloo2.run(saved_by_us, "blocks", str(tmp_path / "ours"))[0]
-    gloo4.run(loaded_by_torch, "fsdp2", str(tmp_path / "ours"), expected)
+    (gloo2 if ranks == 2 else gloo4).run(loaded_by_torch, kind, str(tmp_path / "ours"), expected)
 
 
 def test_what_is_saved_becomes_one_file_of_torch(gloo2: Pool, tmp_path: Path) -> None:

@@ -129,8 +129,6 @@ Middle = module_class(
     lambda: {"a": linear(), "b": nn.ModuleDict({name: linear() for name in ("lin_a", "lin_b", "c")}), "c": linear()},
     one_by_one,
 )
-
-
 FineTuned = module_class(
     "FineTuned",
     lambda quiet: {"quiet": quiet, "trunk": chain(), "head": linear(5, 2)},
@@ -138,11 +136,6 @@ FineTuned = module_class(
 )
 """A trunk and a head; the trunk may run under no_grad."""
 NoInput = module_class("NoInput", lambda: {"weight": nn.Parameter(torch.randn(7).double())}, lambda self: self.weight.exp())
-
-
-def uneven(dim: int) -> nn.Module:
-    """The model of ``test_train_parity_hsdp``."""
-    return nn.Sequential(nn.LayerNorm(dim, bias=False).double(), MLP(dim, 3 * dim), MLP(dim, dim), MLP(dim, 3 * dim))
 
 
 def bitfit() -> nn.Module:
@@ -294,7 +287,7 @@ CLAIMS: dict[str, Claim] = {
     **{
         f"test_train_parity_hsdp, {dim}": Claim(
         "Iterations of three micro-batches on 2 x 2. One all-reduce for all of them: test_gradient_accumulation.",
-        lambda dim=dim: uneven(dim), BLOCKS,
+        lambda dim=dim: nn.Sequential(nn.LayerNorm(dim, bias=False).double(), *(MLP(dim, n * dim) for n in (3, 1, 3))), BLOCKS,
         lambda rank, step, dim=dim: [numbers(rank, 10 * step + micro, dim) for micro in range(3)],
         lambda call, xs: sum(squared(call, x) for x in xs), ways=["fs", "torch.func"], options={"steps": depth(2, 5)},
         mesh=(2, 2), ps=parity.strategies("shard", "keep", "remat")) for dim in (3, 16, 17)},

@@ -354,9 +354,7 @@ def test_refused_precisions() -> None:
 
 
 @at_most(1)
-@pytest.mark.parametrize(
-    "transform", [lambda loss: loss, fs.grad, torch.func.grad], ids=["forward", "fs.grad", "torch.func.grad"]
-)
+@pytest.mark.parametrize("transform", [lambda loss: loss, fs.grad, torch.func.grad], ids=["forward", "fs", "torch.func"])
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_compiled_steps_are_refused(fullgraph: bool, transform: Callable[..., Any]) -> None:
     """Also after a graph break, where Dynamo goes on with the frames inside, and failed on one of them."""

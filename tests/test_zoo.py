@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,17 +59,12 @@ INPUTS: dict[str, Callable[[], Batch]] = {
 """Each with the ranks in dimension 0."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A class of transformers, the inputs of its models, and the options of its config."""
-
-    model: str
-    inputs: str
-    options: dict[str, Any]
+Case = tuple[str, str, dict[str, Any]]
+"""A class of transformers, the inputs of its models, and the options of its config."""
 
 
 def case(model: str, inputs: str = "text", /, **options: Any) -> Case:
-    return Case(model, inputs, options)
+    return model, inputs, options
 
 
 IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -196,16 +191,16 @@ REFUSED = {
 def build(name: str) -> Architecture:
     """The model with each rank's inputs; its blocks are what the outermost lists of modules hold."""
     torch.manual_seed(3)
-    made = ZOO[name]
-    cls = getattr(transformers, made.model)
-    model = cls(cls.config_class(**made.options)).double()
+    kind, inputs, options = ZOO[name]
+    cls = getattr(transformers, kind)
+    model = cls(cls.config_class(**options)).double()
     shift(model)  # from values near 0, whose gradients would be small
     blocks, lists = list[type[nn.Module]](), list[str]()
     for path, module in model.named_modules():
         if type(module) is nn.ModuleList and not any(path.startswith(f"{outer}.") for outer in lists):
             lists.append(path)
             blocks += [type(block) for block in module]
-    return Architecture(model, INPUTS[made.inputs](), weighted_sum, tuple(dict.fromkeys(blocks)))
+    return Architecture(model, INPUTS[inputs](), weighted_sum, tuple(dict.fromkeys(blocks)))
 
 
 def weighted_sum(call: Callable[..., Any], batch: Batch) -> Tensor:
