@@ -15,7 +15,7 @@ import mirror
 import torch
 from fuzz_modules import PIECES, WIDTH
 from models import unchanged
-from parity import gradient, leaves_of
+from parity import WAYS, gradient, leaves_of
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jvp, vjp
 from torch.overrides import TorchFunctionMode
@@ -139,34 +139,17 @@ def dense(tree: Params) -> dict[str, Tensor]:
     return {k: t.to_dense() if t.is_sparse else t for k, t in tree.items()}
 
 
-def plain_gradient(loss: Tensor, leaves: Params, **options: bool) -> dict[str, Tensor]:
-    return dense(gradient(loss, leaves, **options))
-
-
-def by_autograd(f: Loss, p: Params, v: Params) -> Result:
-    leaves = leaves_of(p)
-    value = f(leaves)
-    return plain_gradient(value, leaves), [value.detach()]
-
-
-def by_backward(f: Loss, p: Params, v: Params) -> Result:
-    leaves = leaves_of(p)
-    value = f(leaves)
-    value.backward()
-    return dense({k: torch.zeros_like(t) if t.grad is None else t.grad for k, t in leaves.items()}), [value.detach()]
-
-
 def twice_by_autograd(f: Loss, p: Params, v: Params) -> Result:
     leaves = leaves_of(p)
-    first = plain_gradient(f(leaves), leaves, create_graph=True)
-    return plain_gradient(along(first, v), leaves), []
+    first = dense(gradient(f(leaves), leaves, create_graph=True))
+    return dense(gradient(along(first, v), leaves)), []
 
 
 def penalty_by_autograd(f: Loss, p: Params, v: Params) -> Result:
     leaves = leaves_of(p)
     value = f(leaves)
-    first = plain_gradient(value, leaves, create_graph=True)
-    return plain_gradient(value + size(first), leaves), []
+    first = dense(gradient(value, leaves, create_graph=True))
+    return dense(gradient(value + size(first), leaves)), []
 
 
 def with_value(g: Callable[..., Any]) -> Callable[[Loss, Params, Params], Result]:
@@ -175,6 +158,9 @@ def with_value(g: Callable[..., Any]) -> Callable[[Loss, Params, Params], Result
         return dense(grads), [value]
 
     return run
+
+
+by_autograd, by_backward = with_value(WAYS["autograd.grad"]), with_value(WAYS["backward"])
 
 
 def by_vjp(f: Loss, p: Params, v: Params) -> Result:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
@@ -61,14 +62,36 @@ class Buffered(One):
 Forward = Callable[..., Tensor]
 
 
-def forward_of(base: type[nn.Module], **attributes: Any) -> Callable[[Forward], Forward]:
-    """A piece of the function's name whose forward it is."""
+def forward_of(base: type[nn.Module], parts: Callable[[], dict[str, Any]] = dict, **attributes: Any) -> Callable[[Any], Any]:
+    """A piece of the function's name whose forward it is, and that has parts of its own."""
 
-    def decorate(forward: Forward) -> Forward:
-        piece(type(forward.__name__, (base,), {"forward": forward, **attributes}))
-        return forward
+    def init(self: nn.Module) -> None:
+        base.__init__(self)
+        for name, part in parts().items():
+            setattr(self, name, part)
+
+    def decorate(forward: Forward) -> Any:
+        return piece(type(forward.__name__, (base,), {"__init__": init, "forward": forward, **attributes}))
 
     return decorate
+
+
+def changing(base: type[nn.Module]) -> Callable[[Callable[[Any], None]], Callable[[], nn.Module]]:
+    """A piece of the function's name: one of this class, which it has changed."""
+
+    def decorate(change: Callable[[Any], None]) -> Callable[[], nn.Module]:
+        def init(self: nn.Module) -> None:
+            base.__init__(self)
+            change(self)
+
+        return piece(type(change.__name__, (base,), {"__init__": init}))
+
+    return decorate
+
+
+def under(context: Any, call: Callable[[], Tensor]) -> Tensor:
+    with context:
+        return call()
 
 
 def pieces(base: type[nn.Module], **forwards: Forward) -> None:
@@ -121,6 +144,11 @@ pieces(
     # weights read without a graph
     Detached=lambda m, x: F.linear(x, m.l.weight.detach()) * m.l(x),
     Data=lambda m, x: F.linear(x, m.l.weight.data) * m.l(x),
+    NormWithoutGrad=lambda m, x: under(torch.no_grad(), lambda: 1 / m.l.weight.norm()) * m.l(x),
+    WeightWithoutGrad=lambda m, x: F.linear(x, under(torch.no_grad(), lambda: m.l.weight)) + m.l(x),
+    ConditionInInference=lambda m, x: under(torch.inference_mode(), lambda: m.l(x)).clone().sigmoid() * m.l(x),
+    # straight-through rounding of a weight
+    Straight=lambda m, x: F.linear(x, m.l.weight + ((m.l.weight * 4).round() / 4 - m.l.weight).detach(), m.l.bias),
     # one weight twice
     Transposed=lambda m, x: F.linear(torch.tanh(m.l(x)), m.l.weight.t()),
     # the gradient of an energy by its input, in the forward pass, and other functions of torch.func within
@@ -133,12 +161,15 @@ pieces(
     Copies=lambda m, x: copy.copy(m.l)(x) + m.l(x),
     # a new parameter of the values: no gradient to the old one
     Rewrapped=lambda m, x: F.linear(x, nn.Parameter(m.l.weight.data.clone())) + m.l(x),
+    # saved-tensor hooks of its own
+    SavedOnCpu=lambda m, x: under(saved_tensors_hooks(lambda t: t.clone(), lambda t: t), lambda: torch.tanh(m.l(x))),
     Custom=lambda m, x: Product.apply(x, m.l.weight) + m.l.bias,
     CustomOld=lambda m, x: OldProduct.apply(x, m.l.weight) + m.l.bias,
 )
 pieces(
     Two,
     Mlp=lambda m, x: x + m.m(torch.tanh(m.l(x))),
+    ProbeWithoutGrad=lambda m, x: under(torch.no_grad(), lambda: torch.sigmoid(m.m(m.l(x)))) * m.l(x) + m.m(x),
     StopGradientOutput=lambda m, x: m.l(x) * m.m(x).detach(),
     Branches=lambda m, x: m.l(x) if float(x.detach().sum()) > 0 else m.m(x),
     BranchesOnAWeight=lambda m, x: m.l(x) if float(m.l.bias.detach()[0]) > 0 else m.m(x) * m.l.bias,
@@ -166,40 +197,11 @@ PIECES |= {
 
 
 # ---- weights read without a graph
-@forward_of(One)
-def NormWithoutGrad(m: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        norm = m.l.weight.norm()
-    return m.l(x) / norm
-
-
-@forward_of(Two)
-def ProbeWithoutGrad(m: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        gate = torch.sigmoid(m.m(m.l(x)))
-    return m.l(x) * gate + m.m(x)
-
-
-@forward_of(One)
-def WeightWithoutGrad(m: Any, x: Tensor) -> Tensor:
-    """The very weight, read under no_grad and used outside."""
-    with torch.no_grad():
-        weight = m.l.weight
-    return F.linear(x, weight) + m.l(x)
-
-
 @forward_of(Two)
 def ProbeInInference(m: Any, x: Tensor) -> Tensor:
     with torch.inference_mode():
         m.metric = m.m(m.l(x)).abs().mean()
     return torch.tanh(m.m(m.l(x)))
-
-
-@forward_of(One)
-def ConditionInInference(m: Any, x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        guess = m.l(x)
-    return m.l(x) * guess.clone().sigmoid()
 
 
 @forward_of(One)
@@ -211,30 +213,17 @@ def GradInNoGrad(m: Any, x: Tensor) -> Tensor:
     return a * b
 
 
-@forward_of(One)
-def Straight(m: Any, x: Tensor) -> Tensor:
-    """Straight-through rounding of a weight."""
-    w = m.l.weight
-    return F.linear(x, w + ((w * 4).round() / 4 - w).detach(), m.l.bias)
-
-
 # ---- parametrizations
 class Symmetric(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.triu() + x.triu(1).T
 
 
-@piece
-class Cached(One):
+@forward_of(One, lambda: {"l": parametrize.register_parametrization(linear_(), "weight", Symmetric())})
+def Cached(m: Any, x: Tensor) -> Tensor:
     """A parametrization that is computed once for two uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parametrize.register_parametrization(self.l, "weight", Symmetric())
-
-    def forward(self, x: Tensor) -> Tensor:
-        with parametrize.cached():
-            return self.l(self.l(x))
+    with parametrize.cached():
+        return m.l(m.l(x))
 
 
 class Lora(nn.Module):
@@ -246,29 +235,22 @@ class Lora(nn.Module):
         return w + self.b @ self.a
 
 
-@piece
-class Adapted(One):
+@changing(One)
+def Adapted(m: Any) -> None:
     """A frozen weight, with a trained correction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parametrize.register_parametrization(self.l, "weight", Lora())
-        self.l.parametrizations.weight.original.requires_grad_(False)
+    parametrize.register_parametrization(m.l, "weight", Lora())
+    m.l.parametrizations.weight.original.requires_grad_(False)
 
 
 # ---- tied and shared
-@piece
-class Tied(InARow):
-    def __init__(self) -> None:
-        super().__init__()
-        self.m.weight = self.l.weight
+@changing(InARow)
+def Tied(m: Any) -> None:
+    m.m.weight = m.l.weight
 
 
-@piece
-class Shared(InARow):
-    def __init__(self) -> None:
-        super().__init__()
-        self.m = self.l
+@changing(InARow)
+def Shared(m: Any) -> None:
+    m.m = m.l
 
 
 @forward_of(One)
@@ -279,30 +261,17 @@ def Often(m: Any, x: Tensor) -> Tensor:
 
 
 # ---- hooks
-@piece
-class Hooked(One):
-    def __init__(self) -> None:
-        super().__init__()
-        self.l.register_forward_pre_hook(before)
-        self.l.register_forward_hook(after)
+@changing(One)
+def Hooked(m: Any) -> None:
+    m.l.register_forward_pre_hook(lambda module, args: (args[0] * module.bias,))
+    m.l.register_forward_hook(lambda module, args, out: out + module.weight.sum() * args[0])
 
 
-def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    return (args[0] * module.bias,)
-
-
-def after(module: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
-    return out + module.weight.sum() * args[0]
-
-
-@piece
-class HookedItself(One):
+@changing(One)
+def HookedItself(m: Any) -> None:
     """Its own hooks read its child's weight: one runs before it is entered, the other after it is left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_forward_pre_hook(lambda module, args: (args[0] * module.l.bias,))
-        self.register_forward_hook(lambda module, args, out: out + module.l.weight.sum())
+    m.register_forward_pre_hook(lambda module, args: (args[0] * module.l.bias,))
+    m.register_forward_hook(lambda module, args, out: out + module.l.weight.sum())
 
 
 @forward_of(One)
@@ -344,37 +313,26 @@ def AutocastSingle(m: Any, x: Tensor) -> Tensor:
     return y.double()
 
 
-@piece
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128) / 2)
-        self.scale = nn.Parameter(torch.rand(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.to(self.c.dtype) @ self.c
-        return y.real * self.scale + y.imag.tanh()
+def weight_of(*shape: int, **options: Any) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, **options) / 2)
 
 
-@piece
-class Odd(One):
+@forward_of(nn.Module, lambda: {"c": weight_of(WIDTH, WIDTH, dtype=torch.complex128), "scale": nn.Parameter(torch.rand(()))})
+def Complex(m: Any, x: Tensor) -> Tensor:
+    y = x.to(m.c.dtype) @ m.c
+    return y.real * m.scale + y.imag.tanh()
+
+
+@forward_of(One, lambda: {name: nn.Parameter(torch.rand(s)) for name, s in {"empty": (0, 3), "scale": (), "unused": 5}.items()})
+def Odd(m: Any, x: Tensor) -> Tensor:
     """Empty and 0-dim parameters, and one that is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.empty, self.scale = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.rand(()))
-        self.unused = nn.Parameter(torch.rand(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x) * self.scale + self.empty.sum()
+    return m.l(x) * m.scale + m.empty.sum()
 
 
-@piece
-class Frozen(InARow):
-    def __init__(self) -> None:
-        super().__init__()
-        self.m.requires_grad_(False)
-        self.l.bias.requires_grad_(False)
+@changing(InARow)
+def Frozen(m: Any) -> None:
+    for part in (m.m, m.l.bias):
+        part.requires_grad_(False)
 
 
 # ---- arguments that a module changes
@@ -469,17 +427,11 @@ def FastWeights(m: Any, x: Tensor) -> Tensor:
     return torch.func.functional_call(m.l, fast, (x,)) + m.l(x)
 
 
-@piece
-class WholeInner(One):
+@forward_of(One, lambda: {"inner": nn.Sequential(linear_(), nn.Tanh(), linear_())})
+def WholeInner(m: Any, x: Tensor) -> Tensor:
     """The inner model has blocks of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(linear_(), nn.Tanh(), linear_())
-
-    def forward(self, x: Tensor) -> Tensor:
-        params = {k: p * 1.1 for k, p in self.inner.named_parameters()}
-        return torch.func.functional_call(self.inner, params, (self.l(x),))
+    params = {k: p * 1.1 for k, p in m.inner.named_parameters()}
+    return torch.func.functional_call(m.inner, params, (m.l(x),))
 
 
 @forward_of(One)
@@ -528,13 +480,9 @@ def SetsData(m: Any, x: Tensor) -> Tensor:
     return m.l(x)
 
 
-@piece
-class Table(Embeds):
-    def __init__(self) -> None:
-        super().__init__(padding_idx=0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(super().forward(x), self.table.weight[:WIDTH])
+@forward_of(Embeds, lambda: {"table": nn.Embedding(5, WIDTH, padding_idx=0)})
+def Table(m: Any, x: Tensor) -> Tensor:
+    return F.linear(Embeds.forward(m, x), m.table.weight[:WIDTH])
 
 
 @piece
@@ -552,29 +500,18 @@ class Replaces(One):
 
 
 # ---- layers of torch
-@piece
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return self.attention(x.unsqueeze(1), x.unsqueeze(1), x.unsqueeze(1), need_weights=False)[0].squeeze(1)
+@forward_of(nn.Module, lambda: {"attention": nn.MultiheadAttention(WIDTH, 2)})
+def Attention(m: Any, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return m.attention(x.unsqueeze(1), x.unsqueeze(1), x.unsqueeze(1), need_weights=False)[0].squeeze(1)
 
 
-@piece
-class Chunked(nn.Module):
+@forward_of(nn.Module, lambda: {"qkv": weight_of(3 * WIDTH, WIDTH)})
+def Chunked(m: Any, x: Tensor) -> Tensor:
     """One weight, three views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Parameter(torch.randn(3 * WIDTH, WIDTH) / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (F.linear(x, w) for w in self.qkv.chunk(3))
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+    q, k, v = (F.linear(x, w) for w in m.qkv.chunk(3))
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
 
 
 # ---- control flow
@@ -587,31 +524,11 @@ def Recovers(m: Any, x: Tensor) -> Tensor:
 
 
 # ---- parameters from elsewhere, and as results
-@piece
-class Borrows(One):
+@forward_of(One, lambda: {"lender": list[nn.Module]()})
+def Borrows(m: Any, x: Tensor) -> Tensor:
     """A weight of a piece that ran before, or of its own layer in the first; Net sets ``lender``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lender: list[nn.Module] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        lender = (self.lender or [self])[0]
-        vectors = [p for p in lender.parameters() if p.is_floating_point() and p.numel()]
-        return self.l(x) + sum(p.mean() for p in vectors)
-
-
-@piece
-class Returned(nn.Module):
-    """A child whose output is its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prompt = Prompt()
-        self.l = linear_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x) * self.prompt()
+    lender = (m.lender or [m])[0]
+    return m.l(x) + sum(p.mean() for p in lender.parameters() if p.is_floating_point() and p.numel())
 
 
 class Prompt(nn.Module):
@@ -623,6 +540,12 @@ class Prompt(nn.Module):
         return self.w
 
 
+@forward_of(nn.Module, lambda: {"prompt": Prompt(), "l": linear_()})
+def Returned(m: Any, x: Tensor) -> Tensor:
+    """A child whose output is its parameter."""
+    return m.l(x) * m.prompt()
+
+
 @forward_of(Two)
 def Penalised(m: Any, x: Tensor) -> Tensor:
     """Over all of its parameters, by each of the ways to list them."""
@@ -631,18 +554,17 @@ def Penalised(m: Any, x: Tensor) -> Tensor:
     return m.m(m.l(x)) + 0.01 * decay * names
 
 
-@piece
-class Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) / 2 for _ in range(2)])
-        self.named = nn.ParameterDict({"scale": torch.rand(WIDTH), "shift": torch.rand(())})
-        self.choice = nn.ModuleDict({"a": linear_(), "b": linear_()})
+def lists() -> dict[str, Any]:
+    weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) / 2 for _ in range(2)])
+    named = nn.ParameterDict({"scale": torch.rand(WIDTH), "shift": torch.rand(())})
+    return {"weights": weights, "named": named, "choice": nn.ModuleDict({"a": linear_(), "b": linear_()})}
 
-    def forward(self, x: Tensor) -> Tensor:
-        for w in self.weights:
-            x = torch.tanh(x @ w)
-        return self.choice["b"](x * self.named["scale"] + self.named["shift"])
+
+@forward_of(nn.Module, lists)
+def Lists(m: Any, x: Tensor) -> Tensor:
+    for w in m.weights:
+        x = torch.tanh(x @ w)
+    return m.choice["b"](x * m.named["scale"] + m.named["shift"])
 
 
 @piece
@@ -704,13 +626,6 @@ class OldProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         (x,) = ctx.saved_tensors
         return grad @ ctx.w, grad.t() @ x
-
-
-@forward_of(One)
-def SavedOnCpu(m: Any, x: Tensor) -> Tensor:
-    """Saved-tensor hooks of its own."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        return torch.tanh(m.l(x))
 
 
 @forward_of(Two)

@@ -60,11 +60,7 @@ def step(p: P, policy: fs.Policy | None = None) -> Counter[str]:
 
 
 RANGES: dict[str, tuple[P, fs.Policy | None, dict[str, int]]] = {
-    "units": (
-        P("shard"),
-        None,
-        {"update AdamW": 1, "gather 0": 2, "wait for 0": 2, "reduce 0": 1, "gather 2": 1},
-    ),
+    "units": (P("shard"), None, {"update AdamW": 1, "gather 0": 2, "wait for 0": 2, "reduce 0": 1, "gather 2": 1}),
     "the root": (P("shard"), fs.policies.whole(), {"gather ''": 1, "wait for ''": 1, "reduce ''": 1}),
     "replicas": (P(), None, {"reduce bucket 2 1 0": 1, "wait for reductions": 1}),
     "recomputed": (P("shard", remat=True), None, {"recompute 1": 1}),
