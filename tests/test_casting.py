@@ -14,7 +14,7 @@ import torch
 from depth import every
 from hypothesis import given
 from hypothesis import strategies as st
-from models import unchanged
+from models import refused, unchanged
 from parity import WAYS
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
@@ -282,8 +282,7 @@ def test_buffers_that_are_not_cast_are_what_forward_left(precision: Precision | 
 # --- Precision as data ---
 @every(name=["param", "reduce", "output", "buffer"], dtype=[torch.int64, torch.bool, torch.complex64, "float16", float, 16])
 def test_what_is_no_floating_dtype(name: str, dtype: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^Precision: {name}: expected a floating point dtype or None, got"):
-        Precision(**{name: dtype})
+    refused(TypeError, rf"^Precision: {name}: expected a floating point dtype or None, got", lambda: Precision(**{name: dtype}))
 
 
 def test_output_and_restore_outputs() -> None:
