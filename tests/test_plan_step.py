@@ -222,9 +222,7 @@ def test_optimizer_state(name: str) -> None:
 def test_optimizer_on_frozen_and_host_units() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].requires_grad_(False)
-    policy = fs.policies.override(
-        fs.by_type(nn.Linear, p=P("shard", at_rest=fs.codecs.nf4())), fs.by_path({"1": P("shard", offload="params")})
-    )
+    policy = fs.by_path({"0": P("shard", at_rest=fs.codecs.nf4()), "1": P("shard", offload="params")})
     plan = fs.plan(policy(model).on({"shard": 2}))
     frozen, host = plan.units["0"], plan.units["1"]
     assert frozen.optimizer == 0
@@ -341,17 +339,18 @@ def test_main_p_alone_changes() -> None:
     assert changed.by_key["0"].p == P("shard", reshard=False)
 
 
-def test_refusals() -> None:
-    model = nn.Linear(4, 4)
+def test_a_step_without_spec() -> None:
+    """A step whose spec is bound to no mesh runs on the planned ranks, and not with another spec."""
+    model = nn.Linear(8, 8)
     unbound = fs.policies.whole()(model)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         return fs.grad(lambda p: fs.functional_call(model, p, (batch,), spec=unbound).sum())(params)
 
-    plan = fs.plan(unbound.on({"shard": 2}), step=step, batch=torch.ones(2, 4))
+    plan = fs.plan(unbound.on(ONE_STEP), batch=torch.ones(2, 8), step=step, optimizer=None)
+    assert {one.op: one.count for one in plan.traffic} == {"all_gather": 1, "reduce_scatter": 1}
     refused(ValueError, "would run with the same spec", lambda: plan.compare({"keep": P("shard", reshard=False)}))
-    with pytest.raises(TypeError, match="expected a PartitionSpec"):
-        plan.compare({"3": 3})  # pyright: ignore[reportArgumentType]
+    refused(TypeError, "expected a PartitionSpec", lambda: plan.compare({"3": 3}))
 
 
 # --- python -m funshard plan, and the picture of a plan ---
@@ -497,30 +496,13 @@ class Case(NamedTuple):
     value: Callable[[nn.Module, fs.Params, tuple[Tensor, ...], fs.PartitionSpec], Tensor]
 
 
-def gpt_value(model: nn.Module, params: fs.Params, batch: tuple[Tensor, ...], spec: fs.PartitionSpec) -> Tensor:
-    return common.loss_of(fs.functional_call(model, params, (batch[0],), spec=spec), batch[1])
-
-
-def llama_value(model: nn.Module, params: fs.Params, batch: tuple[Tensor, ...], spec: fs.PartitionSpec) -> Tensor:
-    inputs = {"input_ids": batch[0], "labels": batch[1], "use_cache": False}
-    return fs.functional_call(model, params, (), inputs, spec=spec).loss
-
-
 def moe_value(model: nn.Module, params: fs.Params, batch: tuple[Tensor, ...], spec: fs.PartitionSpec) -> Tensor:
     return fs.functional_call(model, params, (*batch, spec.bound_mesh, 0.01), spec=spec)
 
 
 def make_llama() -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64))
 
 
 def moe_policy(p: P) -> fs.Policy:
@@ -529,8 +511,18 @@ def moe_policy(p: P) -> fs.Policy:
 
 
 STEP_CASES = {
-    "gpt": Case(lambda: common.GPT(6, 128, 2, 64), lambda p: fs.by_type(common.Block, p=p), gpt_value),
-    "llama": Case(make_llama, lambda p: fs.by_type(LlamaDecoderLayer, p=p), llama_value),
+    "gpt": Case(
+        lambda: common.GPT(6, 128, 2, 64),
+        blocks,
+        lambda model, p, batch, spec: common.loss_of(fs.functional_call(model, p, (batch[0],), spec=spec), batch[1]),
+    ),
+    "llama": Case(
+        make_llama,
+        lambda p: fs.by_type(LlamaDecoderLayer, p=p),
+        lambda model, p, batch, spec: (
+            fs.functional_call(model, p, (batch[0],), {"labels": batch[1], "use_cache": False}, spec=spec).loss
+        ),
+    ),
     "moe": Case(lambda: moe.MoE(2, 64, 4, 64, 128, 8), moe_policy, moe_value),
 }
 
@@ -639,7 +631,7 @@ def test_what_is_sent_is_what_shapes_say(p: P) -> None:
 
 
 def test_phases_and_units() -> None:
-    """Activations grow in forward, gradients come in backward, and every unit has its share of the work."""
+    """Activations grow in forward, gradients come in backward, units share the work; no group or mode is left."""
     plan = planned(STEP_CASES["gpt"], P("shard"), optimizer_of("adamw"), ONE_STEP, (torch.zeros(BATCH, dtype=torch.long),) * 2)
     assert list(plan.peaks) == ["forward", "backward", "update"]
     assert plan.peaks["forward"]["activations"] > 10 * plan.batch_bytes
@@ -648,58 +640,30 @@ def test_phases_and_units() -> None:
     assert sum(e.flops for e in plan.events if e.phase == "backward") == pytest.approx(
         2 * sum(e.flops for e in plan.events if e.phase == "forward"), rel=0.2
     )
-
-
-@seldom
-def test_nothing_is_left_behind() -> None:
-    """No process group, no mode, and the model as it was."""
-    planned(STEP_CASES["gpt"], P("shard"), optimizer_of("adamw"), ONE_STEP, (torch.zeros(BATCH, dtype=torch.long),) * 2)
     assert not dist.is_initialized()
     assert type(torch.empty(1)) is torch.Tensor
 
 
-def test_a_failing_step_leaves_nothing_behind() -> None:
-    spec = fs.policies.whole()(nn.Linear(4, 4)).on(ONE_STEP)
-
-    def step(params: Any, state: Any, batch: Any) -> None:
-        raise KeyError("mine")
-
-    refused(KeyError, "mine", lambda: fs.plan(spec, batch=torch.ones(2, 4), step=step))
-    assert not dist.is_initialized()
+def fail(*_: object) -> None:
+    raise KeyError("mine")
 
 
-def test_a_process_group_is_not_touched() -> None:
-    model = nn.Linear(4, 4)
+def test_steps_that_are_refused_leave_nothing_behind() -> None:
+    """One that fails, one that sends nothing from its one rank, and units on the host without an accelerator."""
+    for p, error, words, step in (
+        (P("shard"), KeyError, "mine", fail),
+        (P("shard"), RuntimeError, "sends nothing", lambda params, state, batch: batch.sum()),
+        (
+            P("shard", offload="params"),
+            NotImplementedError,
+            "where the device is the host",
+            lambda params, state, batch: params,
+        ),
+    ):
+        spec = fs.policies.whole(p)(nn.Linear(4, 4)).on(ONE_STEP)
+        refused(error, words, lambda: fs.plan(spec, batch=torch.ones(2, 4), step=step))
+        assert not dist.is_initialized()
     with common.fake_world(2):
-        spec = fs.policies.whole()(model).on(ONE_STEP)
-        group = dist.group.WORLD
-        with pytest.raises(RuntimeError, match="plan before init_process_group"):
-            fs.plan(spec, batch=torch.ones(2, 4), step=lambda params, state, batch: None)
+        spec, group = fs.policies.whole()(nn.Linear(4, 4)).on(ONE_STEP), dist.group.WORLD
+        refused(RuntimeError, "plan before init_process_group", lambda: fs.plan(spec, batch=torch.ones(2, 4), step=fail))
         assert dist.group.WORLD is group
-
-
-def test_a_step_that_sends_nothing_is_refused() -> None:
-    """It runs on a spec of its own, which has one rank."""
-    spec = fs.policies.whole()(nn.Linear(4, 4)).on(ONE_STEP)
-    with pytest.raises(RuntimeError, match="sends nothing"):
-        fs.plan(spec, batch=torch.ones(2, 4), step=lambda params, state, batch: batch.sum())
-
-
-def test_offload_needs_an_accelerator() -> None:
-    case = STEP_CASES["gpt"]
-    model = case.make()
-    spec = case.policy(P("shard", offload="params"))(model).on(ONE_STEP)
-    with pytest.raises(NotImplementedError, match="where the device is the host"):
-        fs.plan(spec, batch=torch.zeros(BATCH, dtype=torch.long), step=step_of(case, model, optimizer_of("adamw")))
-
-
-def test_a_step_without_spec() -> None:
-    """A step whose spec is bound to no mesh runs on the planned ranks."""
-    model = nn.Linear(8, 8)
-    unbound = fs.policies.whole()(model)
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        return fs.grad(lambda p: fs.functional_call(model, p, (batch,), spec=unbound).sum())(params)
-
-    plan = fs.plan(unbound.on(ONE_STEP), batch=torch.ones(2, 8), step=step, optimizer=None)
-    assert {one.op: one.count for one in plan.traffic} == {"all_gather": 1, "reduce_scatter": 1}
