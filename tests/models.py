@@ -254,3 +254,8 @@ def function(forward: Callable[..., Any], base: Any = torch.autograd.Function, *
     """A class of Functions; without ``setup_context`` nothing is kept."""
     methods = {"forward": forward, "setup_context": lambda ctx, inputs, output: None, **methods}
     return type("Made", (base,), {name: staticmethod(method) for name, method in methods.items()})
+
+
+def with_forward(base: type[nn.Module], forward: Callable[..., Any], **attributes: Any) -> Any:
+    """A class of modules that are ``base`` but for their forward."""
+    return type(f"{base.__name__}WithForward", (base,), {"forward": forward, **attributes})

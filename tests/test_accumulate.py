@@ -62,8 +62,6 @@ def close_in_norm(got: fs.Params, expected: fs.Params, of: fs.Params, tolerance:
 
 
 # --- on simulated ranks ---
-
-
 @settings(max_examples=depth(6, 300))
 @given(cases(st.one_of(models(), calls())), st.sampled_from(KEEPS), st.sampled_from(["mean", "sum", 4.0]))
 def test_of_any_model_on_any_mesh(case: Any, keep: str, by: Any) -> None:
@@ -118,7 +116,6 @@ def test_at_the_second_order(case: Any, keep: str) -> None:
 
 
 # --- on real ranks ---
-
 LOSSY = fs.Codec(lambda x: ((x * 8).round() / 8,), lambda x: x)
 STRATEGIES = {
     "shard": P("shard"),
@@ -259,8 +256,6 @@ def test_of_a_compiled_loss(rank: int) -> None:
 
 
 # --- what is sent ---
-
-
 def sent_by(model: nn.Module, spec: fs.PartitionSpec, count: int = MICRO, **options: Any) -> Collectives:
     params, batches = fs.shard(model, spec), [numbers(0, i) for i in range(count)]
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
@@ -318,8 +313,6 @@ def test_weights_are_summed_up_once() -> None:
 
 
 # --- what is alive ---
-
-
 @pytest.mark.parametrize("keep", KEEPS)
 def test_what_lives_from_one_micro_batch_to_the_next(keep: str) -> None:
     """One sum of gradients in slices; or of whole ones, and the full parameters. And in backward what one call has there."""
@@ -347,8 +340,6 @@ def test_what_lives_from_one_micro_batch_to_the_next(keep: str) -> None:
 
 
 # --- weights ---
-
-
 @each(use=["penalty", "derived", "remat", "unshard"])
 @real_ranks(2)
 def test_weights_and_a_loss_that_uses_its_shards(rank: int, use: str) -> None:
@@ -437,8 +428,6 @@ def test_full_takes_other_numbers_of_micro_batches(rank: int) -> None:
 
 
 # --- dtypes ---
-
-
 class Total(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).float().sum()
@@ -466,8 +455,6 @@ def test_float16_does_not_overflow(rank: int, keep: str) -> None:
 
 
 # --- what people write ---
-
-
 @pytest.mark.parametrize("keep", KEEPS)
 def test_dropout_and_buffers(keep: str) -> None:
     """Random numbers are those of one micro-batch after the other; what BatchNorm keeps goes through aux."""
@@ -634,8 +621,6 @@ def test_of_the_thread_that_runs_it() -> None:
 
 
 # --- what is refused ---
-
-
 def refusals() -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
     x = numbers(0, 0)
     return {
@@ -733,8 +718,6 @@ def test_ignored_parameters_are_closed_over() -> None:
 
 
 # --- what goes on beside the loss ---
-
-
 @pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True)], ids=str)
 def test_a_checkpoint_around_a_call_of_what_is_kept_full(p: P) -> None:
     """Its second run, in backward, takes what the first one took, and gathers nothing."""

@@ -195,8 +195,6 @@ def test_another_world_size_in_the_middle(
 
 
 # --- your own, and what goes wrong in it ---
-
-
 def test_an_update_that_raises_in_the_middle() -> None:
     """Nothing has happened; or what was donated, which is half written, is gone."""
     calls: list[int] = []
@@ -313,7 +311,6 @@ def written_by_an_update(spec: fs.PartitionSpec) -> None:
 
 
 # --- which ranks own whole matrices, and the ways there and back, walked in one process ---
-
 At = tuple[int, ...]
 SHAPES = [(), (3,), (1, 5), (4, 1), (1, 1), (2, 3), (5, 2), (3, 3), (2, 3, 2), (4, 2, 3, 1), (7, 11), (0, 3)]
 
@@ -450,7 +447,6 @@ def test_ranks_work_on_a_group_at_the_same_time() -> None:
 
 
 # --- collect and spread ---
-
 LAWS = ["fsdp", "3 ranks", "8 ranks", "ddp", "hsdp", "two axes"]
 
 

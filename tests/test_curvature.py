@@ -179,8 +179,6 @@ def test_scipy_on_two_ranks(rank: int) -> None:
 
 
 # --- what ends early, and what is refused ---
-
-
 def diagonal(values: Tensor, dtype: torch.dtype = torch.float64) -> curvature.Operator:
     """An operator with these eigenvalues."""
     model = nn.Linear(len(values), 1, bias=False, dtype=dtype)
@@ -311,8 +309,6 @@ def test_simulated_ranks() -> None:
 
 
 # --- random_like: one vector however the parameters are sharded ---
-
-
 LINEARS = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7, bias=False), nn.LayerNorm(7))
 VALUES = {name: p.detach() for name, p in LINEARS.named_parameters()}
 POLICIES = {

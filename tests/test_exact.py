@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, each, every, some
 from fuzz_modules import Symmetric
-from models import build, module_class, refused, unchanged
+from models import build, module_class, refused, unchanged, with_forward
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -25,16 +26,16 @@ from funshard.testing import assert_exact
 LOSSY = fs.Precision(codec=fs.Codec(lambda x: ((x * 8).round() / 8,), lambda x: x))
 
 
-class Block(nn.Module):
-    """With what a call must leave alone: a parametrization, dropout, a batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.parametrize.register_parametrization(nn.Linear(4, 4), "weight", Symmetric())
-        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.drop(torch.tanh(self.linear(x))))
+Block = module_class(
+    "Block",
+    lambda: {
+        "linear": nn.utils.parametrize.register_parametrization(nn.Linear(4, 4), "weight", Symmetric()),
+        "norm": nn.BatchNorm1d(4),
+        "drop": nn.Dropout(0.4),
+    },
+    lambda self, x: self.norm(x + self.drop(torch.tanh(self.linear(x)))),
+)
+"""With what a call must leave alone: a parametrization, dropout, a batch norm."""
 
 
 def network() -> nn.Module:
@@ -58,6 +59,11 @@ def cube(call: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 def values(*shape: int, seed: int = 5) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def on_two(model: nn.Module, loss: Any = cube, policy: fs.Policy | None = None, **options: Any) -> None:
+    """On two simulated ranks."""
+    assert_exact(loss, model, (policy or fs.policies.whole())(model).on({"shard": 2}), values(2, 5, 3), **options)
 
 
 PS = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
@@ -91,8 +97,7 @@ def test_real_ranks(rank: int) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def lossy(model: nn.Module) -> fs.PartitionSpec:
-    return fs.by_path({"a": P("shard"), "b": P("shard", precision=LOSSY)})(model)
+lossy = fs.by_path({"a": P("shard"), "b": P("shard", precision=LOSSY)})
 
 
 @real_ranks(2)
@@ -110,6 +115,10 @@ def test_a_loss_that_raises_on_one_rank(rank: int) -> None:
         assert_exact(loss, model, fs.policies.whole()(model), values(5, 3, seed=rank))
 
 
+def tell(call: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return call(x).mean()
+
+
 @at_most(1)
 @pytest.mark.parametrize("order", [1, 2])
 def test_names_the_first_parameter_that_differs(order: int) -> None:
@@ -119,12 +128,12 @@ def test_names_the_first_parameter_that_differs(order: int) -> None:
         r"another gradient of 'b\.weight' \(unit 'b', P\('shard', precision.*\): by ([\d.e-]+) on rank \d.*; 2 of 4 differ"
     )
     with pytest.raises(AssertionError, match=expected) as info:
-        assert_exact(lambda call, x: call(x), model, lossy(model).on({"shard": 2}), values(2, 5, 3), order=order)
+        on_two(model, tell, lossy, order=order)
     assert "neither impure nor random, and the sharded run is wrong" in str(info.value)
     found = re.search(expected, str(info.value))
     assert found
     assert 0.01 < float(found[1]) < 1
-    assert_exact(lambda call, x: call(x), model, lossy(model).on({"shard": 2}), values(2, 5, 3), order=order, tolerance=0.9)
+    on_two(model, tell, lossy, order=order, tolerance=0.9)
 
 
 class Odd(nn.Linear):
@@ -140,9 +149,8 @@ class Odd(nn.Linear):
         return y if isinstance(self.weight, nn.Parameter) else self.wrong(self, y)
 
 
-def check_odd(wrong: Callable[[Odd, Tensor], Tensor], order: int = 1, p: float = 0.0) -> None:
-    model = nn.Sequential(Odd(wrong), nn.Dropout(p))
-    assert_exact(cube, model, fs.by_type(Odd)(model).on({"shard": 2}), values(2, 5, 3), order=order)
+def check_odd(wrong: Callable[[Odd, Tensor], Tensor], p: float = 0.0, **options: Any) -> None:
+    on_two(nn.Sequential(Odd(wrong), nn.Dropout(p)), policy=fs.by_type(Odd), **options)
 
 
 class WrongTwice(torch.autograd.Function):
@@ -171,25 +179,18 @@ def test_tells_apart_what_is_wrong() -> None:
     """Gradient, second derivative, loss and buffer each are compared."""
     check_odd(lambda self, y: y, order=2)
     refused(AssertionError, r"another gradient of '0\.weight'", lambda: check_odd(lambda self, y: 2 * y.detach() - y))
-    with pytest.raises(AssertionError, match=r"another buffer of '0\.count': by 1 on rank \d"):
-        check_odd(lambda self, y: y + 0 * self.count.add_(1))
-    with pytest.raises(AssertionError, match=r"another Hessian-vector product of '0\.weight'"):
-        check_odd(lambda self, y: WrongTwice.apply(y), order=2)
-    shifted = Odd(lambda self, y: y + 3)
-    with pytest.raises(AssertionError, match=r"another loss: by 3 on rank \d"):
-        assert_exact(lambda call, x: call(x).mean(), shifted, fs.policies.whole()(shifted).on({"shard": 2}), values(2, 5, 3))
+    words = r"another buffer of '0\.count': by 1 on rank \d"
+    refused(AssertionError, words, lambda: check_odd(lambda self, y: y + 0 * self.count.add_(1)))
+    words = r"another Hessian-vector product of '0\.weight'"
+    refused(AssertionError, words, lambda: check_odd(lambda self, y: WrongTwice.apply(y), order=2))
+    refused(AssertionError, r"another loss: by 3 on rank \d", lambda: on_two(Odd(lambda self, y: y + 3), tell))
 
 
 def test_a_random_forward_is_told_from_a_wrong_one() -> None:
     """It drew another number on shards."""
-
-    def draw(self: Odd, y: Tensor) -> Tensor:
-        torch.rand(())
-        return y
-
     check_odd(lambda self, y: y, p=0.5)
-    with pytest.raises(AssertionError, match=r"gradient of '0\.weight'.*its forward is random, and may have drawn others"):
-        check_odd(draw, p=0.5)
+    words = r"gradient of '0\.weight'.*its forward is random, and may have drawn others"
+    refused(AssertionError, words, lambda: check_odd(lambda self, y: y.add(0 * torch.rand(())), p=0.5))
 
 
 class Counting(nn.Linear):
@@ -207,39 +208,25 @@ class Counting(nn.Linear):
 @pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(1)], ids=["state", "own generator"])
 def test_an_impure_forward_is_told_from_a_wrong_one(generator: torch.Generator | None) -> None:
     """One that keeps something from call to call, or draws numbers that no seed of ours reaches."""
-    model = Counting(generator)
-    expected = r"run again with the same seed, the plain model gives another gradient of 'weight'.*impure"
-    with pytest.raises(AssertionError, match=expected):
-        assert_exact(cube, model, fs.policies.whole()(model).on({"shard": 2}), values(2, 5, 3))
+    words = r"run again with the same seed, the plain model gives another gradient of 'weight'.*impure"
+    refused(AssertionError, words, lambda: on_two(Counting(generator)))
 
 
-class Clamping(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.weight, nn.Parameter):
-            self.weight.data.clamp_(-0.1, 0.1)
-        return super().forward(x)
+def clamping(self: nn.Linear, x: Tensor) -> Tensor:
+    if isinstance(self.weight, nn.Parameter):
+        self.weight.data.clamp_(-0.1, 0.1)
+    return nn.Linear.forward(self, x)
 
 
-def test_what_a_plain_forward_writes_into_parameters_is_put_back() -> None:
+def test_what_a_plain_forward_writes_into_parameters_and_batches_is_put_back() -> None:
     """The plain run is on the model itself."""
-    model = Clamping(3, 3).double()
+    model = with_forward(nn.Linear, clamping)(3, 3).double()
     before = model.weight.detach().clone()
-    with pytest.raises(AssertionError, match="gradient of 'weight'"):
-        assert_exact(cube, model, fs.policies.whole()(model).on({"shard": 2}), values(2, 5, 3))
+    refused(AssertionError, "gradient of 'weight'", lambda: on_two(model))
     assert torch.equal(model.weight, before)
-
-
-class Writing(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(0.5)
-        return super().forward(x)
-
-
-def test_the_batch_is_left_alone() -> None:
-    model, x = Writing(3, 3).double(), values(2, 5, 3)
-    before = x.clone()
+    model, x = with_forward(nn.Linear, lambda self, x: nn.Linear.forward(self, x.mul_(0.5)))(3, 3).double(), values(2, 5, 3)
     assert_exact(cube, model, fs.policies.whole()(model).on({"shard": 2}), x, order=2)
-    assert torch.equal(x, before)
+    assert torch.equal(x, values(2, 5, 3))
 
 
 OFF = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.complex128: None, torch.complex64: None}
@@ -255,28 +242,17 @@ def test_every_dtype(dtype: torch.dtype) -> None:
     if off := OFF[dtype]:
         more = fs.Precision(codec=fs.Codec(lambda x: (x * (1 + off),), lambda x: x))
         wrong = fs.by_type(nn.Linear, p=P("shard", precision=more))(model).on({"shard": 2})
-        with pytest.raises(AssertionError, match=r"another gradient of '0\.weight'"):
-            assert_exact(loss, model, wrong, values(2, 5, 3).to(dtype))
-
-
-class Coarser(nn.Linear):
-    """Its second derivative rounds in float32, in another order on shards than on the whole."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float().exp().logsumexp(-1)
+        x = values(2, 5, 3).to(dtype)
+        refused(AssertionError, r"another gradient of '0\.weight'", lambda: assert_exact(loss, model, wrong, x))
 
 
 def test_what_is_rounding_is_said_to_be() -> None:
-    """As of transformers in float64, whose losses are in float32."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Coarser(4, 5)).double()
-    spec = fs.by_type(nn.Linear)(model).on({"shard": 2})
-
-    def loss(call: Callable[..., Tensor], x: Tensor) -> Tensor:
-        return call(x).mean()
-
-    with pytest.raises(AssertionError, match=r"computes in torch\.float32 in part, .* give tolerance=1e-04, or a loss without"):
-        assert_exact(loss, model, spec, values(2, 5, 3), order=2)
-    assert_exact(loss, model, spec, values(2, 5, 3), order=2, tolerance=1e-4)
+    """As of transformers in float64, whose losses are in float32: there it rounds in another order on shards."""
+    coarser = with_forward(nn.Linear, lambda self, x: nn.Linear.forward(self, x).float().exp().logsumexp(-1))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), coarser(4, 5)).double()
+    words = r"computes in torch\.float32 in part, .* give tolerance=1e-04, or a loss without"
+    refused(AssertionError, words, lambda: on_two(model, tell, fs.by_type(nn.Linear), order=2))
+    on_two(model, tell, fs.by_type(nn.Linear), order=2, tolerance=1e-4)
 
 
 def test_another_method_and_a_tree_of_batches() -> None:
@@ -333,33 +309,29 @@ def test_sync_batch_norm_on_real_ranks(rank: int) -> None:
         assert_exact(cube, model, fs.by_type(nn.Linear)(model).on(mesh), values(4, 3, seed=rank), order=2)
 
 
-class Checkpointed(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
+def branch(self: nn.Linear, x: Tensor) -> Tensor:
+    return nn.Linear.forward(self, x) if x.sum() > 0 else -nn.Linear.forward(self, x)
 
 
-class Branch(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.sum() > 0 else -super().forward(x)
+def checkpointed(self: nn.Linear, x: Tensor) -> Tensor:
+    return checkpoint(functools.partial(nn.Linear.forward, self), x, use_reentrant=False)
+
+
+BRANCHES = r"module '0' does what vmap cannot: vmap: .* without branches on values .* on real ranks"
+CHECKPOINTS = r"module '0' uses torch\.utils\.checkpoint, .* give its blocks P\(remat=True\), and switch"
+SPECTRAL = r"module '0\.parametrizations.*' does what vmap cannot: .* by model\.eval\(\)"
 
 
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (
-            lambda: Checkpointed(3, 3),
-            r"module '0' uses torch\.utils\.checkpoint, .* give its blocks P\(remat=True\), and switch",
-        ),
-        (
-            lambda: spectral_norm(nn.Linear(3, 3)),
-            r"module '0\.parametrizations.*' does what vmap cannot: .* by model\.eval\(\)",
-        ),
-        (lambda: Branch(3, 3), r"module '0' does what vmap cannot: vmap: .* without branches on values .* on real ranks"),
+        (lambda: with_forward(nn.Linear, checkpointed)(3, 3), CHECKPOINTS),
+        (lambda: spectral_norm(nn.Linear(3, 3)), SPECTRAL),
+        (lambda: with_forward(nn.Linear, branch)(3, 3), BRANCHES),
     ],
     ids=["checkpoint", "spectral_norm", "branch"],
 )
 def test_simulated_ranks_refuse_in_our_words(block: Callable[[], nn.Module], message: str) -> None:
     """A forward that torch.vmap cannot run, and gradient checkpointing: the module, and what to do."""
     model = nn.Sequential(block()).double()
-    with pytest.raises(RuntimeError, match=rf"^assert_exact: .*{message}"):
-        assert_exact(cube, model, fs.by_type(nn.Linear)(model).on({"shard": 2}), values(2, 5, 3))
+    refused(RuntimeError, rf"^assert_exact: .*{message}", lambda: on_two(model, policy=fs.by_type(nn.Linear)))

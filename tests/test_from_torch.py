@@ -221,8 +221,6 @@ def test_the_first_rate_of_complex_parameters() -> None:
 
 
 # --- purity, and donation ---
-
-
 def everything(*trees: Any) -> list[Tensor]:
     return pytree.tree_leaves(trees)
 
@@ -313,8 +311,6 @@ def test_shared_memory_is_not_donated() -> None:
 
 
 # --- which optimizers ---
-
-
 NOT_KNOWN = "is not known to work element by element"
 WHOLE: dict[Any, str] = {torch.optim.Muon: r"muon\(spec\)", torch.optim.Adafactor: r"adafactor\(learning_rate, spec\)"}
 """What runs on whole matrices, on their owners, by functions of its own (test_by_matrix.py)."""
@@ -375,8 +371,6 @@ def test_a_class_of_ones_own() -> None:
 
 
 # --- derivatives ---
-
-
 def test_derivatives_are_refused() -> None:
     init, update = from_torch(torch.optim.SGD, momentum=0.9)
     params, grads = {"": torch.ones(3)}, {"": torch.ones(3)}
@@ -452,8 +446,6 @@ def test_kernels_without_batching_rules_on_simulated_ranks(cls: Any, how: str, p
 
 
 # --- what state and params may be ---
-
-
 def test_integers_empty_units_and_nothing() -> None:
     init, update = from_torch(torch.optim.AdamW)
     assert update({}, init({}), {}) == ({}, {})
@@ -498,8 +490,6 @@ def test_padding_is_left_alone() -> None:
 
 
 # --- ranks ---
-
-
 def test_options_of_simulated_ranks_are_refused() -> None:
     module = model()
 
@@ -527,8 +517,6 @@ def test_real_ranks(rank: int) -> None:
 
 
 # --- mistakes ---
-
-
 WRONG_VALUES: list[tuple[str, dict[str, Any]]] = [
     ("unit 'b' has no gradient", {"grads": {"b": None}}),
     ("unit 'c' has a gradient and is not in params", {"grads": {"c": lambda _: torch.ones(1)}}),

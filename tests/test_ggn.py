@@ -147,8 +147,6 @@ def test_simulated_ranks_have_the_explicit_matrix(name: str, policy: str, sizes:
 
 
 # --- what else is a right result ---
-
-
 def alone(outputs: Callable[[fs.Params], Any] | None = None, v: fs.Params | None = None, y: Tensor = Y[0]) -> fs.Params:
     spec = POLICIES["shard"](MODEL)
     params = fs.shard(FULL, spec)
@@ -274,8 +272,6 @@ def test_llama_of_transformers_at_its_defaults() -> None:
 
 
 # --- refusals ---
-
-
 def test_what_is_refused() -> None:
     spec = POLICIES["shard"](MODEL)
     params = fs.shard(FULL, spec)
@@ -319,8 +315,6 @@ def test_compiled_it_is_refused() -> None:
 
 
 # --- memory ---
-
-
 @pytest.mark.parametrize("name", ["ggnvp", "fishervp"])
 def test_memory_beside_that_of_a_gradient(name: str) -> None:
     """At 50,000 words: at most two tensors of the logits' size more."""

@@ -63,8 +63,6 @@ def same(got: fs._steps.in_backward.StepResult, expected: Any, clip: Mapping[str
 
 
 # --- equal to accumulate and the update ---
-
-
 @settings(max_examples=depth(6, 300))
 @given(cases(st.one_of(models(), calls())), st.sampled_from(MICRO), st.sampled_from(sorted(CLIPS)))
 def test_of_any_model_on_any_mesh(case: Any, count: int, clip: str) -> None:
@@ -198,8 +196,6 @@ def test_under_a_transform() -> None:
 
 
 # --- what is alive ---
-
-
 def lived(p: P, in_flight: int, count: int, **options: Any) -> tuple[list[str], int, list[int]]:
     """In which order units are updated and blocks' backward is over, and at each update how many gradients are alive."""
     with world(8):
@@ -254,8 +250,6 @@ def test_updates_run_in_backward(p: P, in_flight: int) -> None:
 
 
 # --- refused ---
-
-
 def test_errors() -> None:
     model = MLP(3)
     (spec, params), x = shards_of(fs.policies.whole(), model), torch.ones(2, 3).double()
@@ -347,8 +341,6 @@ def test_modules_that_run_often(rank: int, p: P) -> None:
 
 
 # --- what torch's own tests claim (PEER_TESTS.md, 17) ---
-
-
 @real_ranks(2)
 def test_ten_steps_bit_by_bit(rank: int) -> None:
     """test_post_acc_grad_hook_optim_parity, test_apply_optimizer_in_backward: AdamW and StepLR, ten iterations, bit by bit.

@@ -623,8 +623,6 @@ def test_simple_model_with_meta_device(rank: int) -> None:
 
 
 # --- Ranks that differ. ---
-
-
 @real_ranks(2)
 def test_ranks_that_differ(rank: int) -> None:
     """In seeds, in what initialisers make or in an error of one's own: an error on both, and none waits."""

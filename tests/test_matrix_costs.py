@@ -27,7 +27,6 @@ from funshard.collectives import ProcessAxis
 from funshard.optim import _matrix_rules as muon_module
 
 # --- what is sent ---
-
 AXES: dict[str, tuple[str | tuple[str, ...] | None, tuple[str, ...]]] = {
     "fsdp": ("shard", ("shard",)),
     "ddp": (None, ("shard",)),
@@ -106,8 +105,6 @@ def test_what_is_sent(axes: str, ranks: int, rank: int) -> None:
 
 
 # --- who works ---
-
-
 class Llama(nn.Module):
     """The shapes of one, on no device."""
 
@@ -163,8 +160,6 @@ def test_each_matrix_is_worked_on_once(rank: int, mesh: str) -> None:
 
 
 # --- what is alive ---
-
-
 def beyond(model: nn.Module, axes: str, **options: Any) -> float:
     """What a step of Muon holds beyond one of SGD, at its peak, in units."""
     spec = on_fake(model, axes, 8)
@@ -199,8 +194,6 @@ def test_at_most_two_units_beyond_a_donated_elementwise_step(axes: str, rank: in
 
 
 # --- float32 does what float64 does ---
-
-
 STEPS = 3
 SHAPES = [(8, 8), (96, 3), (48, 24)]
 

@@ -63,7 +63,6 @@ def spec_of(mesh: Any, axis: Any, dtype: torch.dtype) -> fs.PartitionSpec:
 
 
 # --- torch's own ---
-
 MUON: dict[str, dict[str, Any]] = {
     "default": {"lr": 0.05},
     "of its own": {"lr": 0.05, "momentum": 0.8, "nesterov": False, "adjust_lr": "match_rms_adamw", "steps": 3},
@@ -164,8 +163,6 @@ def test_adafactor_refuses_on_all_ranks(rank: int) -> None:
 
 
 # --- options and learning rates ---
-
-
 def test_options_of_parameters_and_rates_of_steps() -> None:
     """As torch's groups, whose learning rates follow the schedule in their ratio; a number or a tensor."""
     spec = ON_ONE
@@ -207,8 +204,6 @@ def test_rates_and_options_that_do_not_fit() -> None:
 
 
 # --- beside the rest of a step ---
-
-
 def test_donated() -> None:
     """The same numbers in the memory of what was given, which is dead."""
     spec = ON_ONE
@@ -350,8 +345,6 @@ def test_what_does_not_fit() -> None:
 
 
 # --- in training: derivatives, updates in backward, compilation, models of transformers ---
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_derivatives_of_a_step() -> None:
     """Of a loss after it, with respect to params, gradients and the learning rate: those of the plain step."""

@@ -65,8 +65,6 @@ def close(got: fs.Params, expected: fs.Params) -> None:
 
 
 # --- padded ---
-
-
 @each(step=["accumulate", "update_in_backward", "torch.func"], strategy=STRATEGIES)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @real_ranks(lambda counts: len(counts))
@@ -141,8 +139,6 @@ def test_a_rank_without_micro_batches_needs_one_to_repeat(rank: int) -> None:
 
 
 # --- weight 0: adds nothing, whatever is computed (law R11) ---
-
-
 def masked_mean(call: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     """The mean over labels: 0/0 without any."""
     rows = nn.functional.cross_entropy(call(batch[0]), batch[1].clamp(min=0), reduction="none")
@@ -241,8 +237,6 @@ def test_a_weight_of_0_has_its_derivative() -> None:
 
 
 # --- compared ---
-
-
 @each(step=["accumulate", "update_in_backward", "torch.func"], kind=["list", "generator"])
 @every(strategy=STRATEGIES, counts=[(2, 3), (3, 1), (2, 0), (0, 1), (2, 2, 2, 1)])
 @real_ranks(lambda counts: len(counts))

@@ -126,7 +126,6 @@ def test_full_tensors_and_some_units() -> None:
 
 
 # --- torch's own claims for clipping ---
-
 PARITY = {name: fs.by_type(MLP, p=p) for name, p in STRATEGIES.items()}
 PARITY["mixed"] = fs.policies.override(fs.by_type(MLP), fs.by_path({"blocks.1": fs.P()}))
 
@@ -240,8 +239,6 @@ def test_no_gradients(rank: int) -> None:
 
 
 # --- vdot ---
-
-
 def dotted(a: fs.Params, b: fs.Params) -> Tensor:
     """The peer."""
     return torch.vdot(*(torch.cat([tree[name].flatten() for name in GRADIENTS]) for tree in (a, b)))

@@ -84,8 +84,6 @@ def decoded(state: Any, spec: fs.PartitionSpec, name: str, rank: int | None = No
 
 
 # --- The same on any number of ranks, and for any policy ---
-
-
 @at_most(1)
 @each(ranks=[2, 3, 7], policy=["sharded", "whole"], codec=[CODEC, codecs.int8(BLOCK), codecs.nf4(BLOCK)])
 def test_values_depend_neither_on_ranks_nor_on_units(codec: Any, policy: str, ranks: int) -> None:
@@ -238,8 +236,6 @@ def test_blocks_of_another_policy_are_refused(tmp_path: Path) -> None:
 
 
 # --- Bytes ---
-
-
 def nbytes(state: Any) -> int:
     return sum(x.nbytes for x in pytree.tree_leaves(state))
 
@@ -300,8 +296,6 @@ def test_donated_state_is_written_in_place() -> None:
 
 
 # --- Numerics ---
-
-
 def one_unit(numel: int = 512) -> tuple[fs.PartitionSpec, fs.Params]:
     model = nn.Linear(numel, 1, bias=False)
     spec = fs.policies.whole(P(align=256))(model).on({"shard": 1})
@@ -424,8 +418,6 @@ def test_every_elementwise_optimizer(name: str) -> None:
 
 
 # --- Around it ---
-
-
 def loss(params: fs.Params, x: Tensor, spec: fs.PartitionSpec) -> Tensor:
     return fs.functional_call(MODEL, params, (x,), spec=spec).square().mean()
 

@@ -188,8 +188,6 @@ def test_without_a_spec_it_is_refused(rank: int) -> None:
 
 
 # --- schedules of torch ---
-
-
 SCHEDULERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "LambdaLR": (theirs.LambdaLR, {"lr_lambda": lambda step: min(1.0, (step + 1) / 5)}),
     "MultiplicativeLR": (theirs.MultiplicativeLR, {"lr_lambda": lambda step: 0.95}),

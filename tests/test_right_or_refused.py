@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, every, some
 from fuzz_modules import PIECES
-from models import EXACT, module_class, refused, unchanged
-from parity import DERIVATIVES, strategies
+from models import EXACT, module_class, refused, unchanged, with_forward
+from parity import DERIVATIVES, squared_loss, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.func import grad
@@ -56,38 +56,27 @@ class Parametrized(Base):
                 parametrize.remove_parametrizations(self.l, name, leave_parametrized=False)
 
 
-class Summed(Base):
-    """Computes the same."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(F.linear(x, self.l.weight + self.w, self.l.bias + self.w[0])) @ self.w
-
-
+Summed = with_forward(Base, lambda self, x: torch.tanh(F.linear(x, self.l.weight + self.w, self.l.bias + self.w[0])) @ self.w)
+"""Computes the same."""
 Plus = module_class("Plus", lambda other: {"other": other}, lambda self, tensor: tensor + self.other)
 
 
-class ByNumpy(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        self.w.detach().numpy()[0] = 0
-        return torch.tanh(self.l(x)) @ self.w
+def by_numpy(self: Base, x: Tensor) -> Tensor:
+    self.w.detach().numpy()[0] = 0
+    return torch.tanh(self.l(x)) @ self.w
 
 
-class InPlaceAround(nn.Module):
+def in_place_around(self: Any, x: Tensor) -> Tensor:
     """Writes to a parameter of a unit before the unit's module runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.w.weight.data.clamp_(-0.3, 0.3)
-        return torch.tanh(self.w(x))
+    self.w.weight.data.clamp_(-0.3, 0.3)
+    return torch.tanh(self.w(x))
 
 
+InPlaceAround = module_class("InPlaceAround", lambda: {"w": nn.Linear(4, 4)}, in_place_around)
 BY_VERSION = ["ClampsWithoutGrad", "ScalesAfterUse", "MaxNorm", "SetsData"]
 CHANGING: dict[str, Callable[[], nn.Module]] = {
     **{name: PIECES[name] for name in (*BY_VERSION, "ClampsData")},
-    "ByNumpy": ByNumpy,
+    "ByNumpy": with_forward(Base, by_numpy),
 }
 """The others write what no version counts."""
 
@@ -125,8 +114,7 @@ def test_script_modules_are_refused(make: Callable[[nn.Module], nn.Module]) -> N
     with pytest.raises(TypeError, match="module '1' is a ScriptModule, whose code reads its own parameters and not those of a"):
         fs.functional_call(model, fs.shard(model, spec), (torch.ones(2, 4),), spec=spec)
     plain = nn.Sequential(model[0], layer)
-    out = fs.functional_call(plain, fs.shard(plain, spec), (torch.ones(2, 4),), spec=spec)
-    assert torch.equal(out, model(torch.ones(2, 4)))
+    assert torch.equal(fs.functional_call(plain, fs.shard(plain, spec), torch.ones(2, 4), spec=spec), model(torch.ones(2, 4)))
 
 
 @real_ranks(2)
@@ -160,36 +148,30 @@ def test_writes_from_around_a_unit_are_refused(p: P, way: str) -> None:
     assert all(torch.equal(params[key], t) for key, t in before.items())
 
 
-class ScalesTheSecond(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.ones(3).double()) for _ in "ab")
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.b.mul_(2)
-        return x * self.a * self.b
+def scale_the_second(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.b.mul_(2)
+    return x * self.a * self.b
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_write_to_a_parameter_given_in_full_names_no_other(copied: bool) -> None:
     """Views of one buffer have one version: then it is one of them."""
-    model = ScalesTheSecond()
+    model = module_class("Pair", lambda: {n: nn.Parameter(torch.ones(3).double()) for n in "ab"}, scale_the_second)()
     spec = fs.policies.whole()(model)
     full = {k: t.clone() if copied else t for k, t in fs.unshard(fs.shard(model, spec), spec).items()}
     match = "^parameter 'b' of unit" if copied else "^one of the parameters 'a', 'b' of unit"
     refused(RuntimeError, match, lambda: fs.functional_call(model, full, torch.ones(3).double(), spec=spec))
 
 
-class StaysParametrized(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        parametrize.register_parametrization(self.l, "weight", Plus(self.w))
-        raise KeyError("a user's own error")
+def stay_parametrized(self: Base, x: Tensor) -> Tensor:
+    parametrize.register_parametrization(self.l, "weight", Plus(self.w))
+    raise KeyError("a user's own error")
 
 
 def test_the_class_of_a_module_is_put_back() -> None:
     """torch.nn.utils.parametrize gives a module a class of its own, and an error keeps forward from taking it off."""
-    model, spec, params = setting(StaysParametrized, P("shard"))
+    model, spec, params = setting(with_forward(Base, stay_parametrized), P("shard"))
     for _ in range(2):
         with unchanged(model), pytest.raises(KeyError, match="a user's own error"):
             squared(model, params, inputs()[0], spec)
@@ -253,9 +235,7 @@ def test_two_threads_in_one_model_are_refused(p: P) -> None:
     x = torch.randn(8, 16).double()
     given = [fs.shard({k: t.detach() * i for k, t in model.named_parameters()}, spec) for i in (1, 2)]
 
-    def loss(params: Tree) -> Tensor:
-        return fs.functional_call(model, params, (x,), spec=spec).pow(2).mean()
-
+    loss = squared_loss(model, spec, x)
     expected = [fs.grad(loss)(params) for params in given]
     errors: list[str] = []
     wrong: list[int] = []

@@ -112,7 +112,6 @@ def test_every_derivative_is_that_of_the_loop(derivative: str, options: dict[str
 
 
 # --- ranks ---
-
 POLICIES = {"P(shard)": fs.policies.always(), "P()": fs.policies.whole(P()), "mixed": fs.by_path({"0": P(), "3": P("shard")})}
 
 
@@ -162,8 +161,6 @@ def test_the_law_on_four_ranks(rank: int, sizes: tuple[int, ...], policy: str, o
 
 
 # --- what a step may contain ---
-
-
 def by_muon(spec: fs.PartitionSpec) -> Any:
     fallback = fs.optim.adamw(1e-3, eps_root=1e-8, weight_decay=1e-2, spec=spec)
     init, update = fs.optim.muon(spec, dtype=torch.float64, fallback=fallback)
@@ -255,8 +252,6 @@ def test_what_a_step_may_contain(name: str, derivative: str) -> None:
 
 
 # --- what it costs ---
-
-
 def held(record: profile) -> int:
     """The most bytes that were allocated at once."""
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -330,8 +325,6 @@ def test_nothing_is_kept_where_nothing_is_differentiated_in_reverse() -> None:
 
 
 # --- what is refused, and what a step does to objects and closures ---
-
-
 VALUES = torch.linspace(-1, 1, 12).view(4, 3).double()
 START = torch.linspace(0.5, 1, 3).double()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, every
-from models import unchanged
+from models import module_class, unchanged
 from torch import Tensor, nn
 
 import funshard as fs
@@ -51,17 +51,17 @@ HELD: dict[str, tuple[Callable[[Tensor], Any], str, Callable[[Any], Any]]] = {
 }
 
 
-class Holds(nn.Module):
-    """A module that holds a parameter twice."""
+def read_held(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) if self.use is None else self.linear(x) @ self.use(self.held)
 
-    def __init__(self, hold: Callable[[Tensor], Any], use: Callable[[Any], Any] | None) -> None:
-        super().__init__()
-        self.linear, self._use = nn.Linear(4, 4).double(), use
-        self.held = hold(self.linear.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.linear(x)
-        return out if self._use is None else out @ self._use(self.held)
+def hold(hold: Callable[[Tensor], Any], use: Callable[[Any], Any] | None) -> dict[str, Any]:
+    linear = nn.Linear(4, 4).double()
+    return {"linear": linear, "use": use, "held": hold(linear.weight)}
+
+
+Holds = module_class("Holds", hold, read_held)
+"""A module that holds a parameter twice."""
 
 
 def setting(model: nn.Module, policy: str) -> tuple[fs.PartitionSpec, fs.Params, Callable[[fs.Params], Tensor]]:
@@ -145,18 +145,14 @@ def test_an_optimizer_in_a_model() -> None:
 def test_what_forward_holds_itself() -> None:
     """A list that each call makes holds that call's parameters; so does what forward puts into a helper."""
 
-    class Makes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4).double()
-            self.weights, self.helper = [self.linear.weight], Helper(self.linear.weight)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.weights = [self.linear.weight]
+        self.helper.weight = self.linear.weight
+        return self.helper(x @ self.weights[0])
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.weights = [self.linear.weight]
-            self.helper.weight = self.linear.weight
-            return self.helper(x @ self.weights[0])
-
-    model = Makes()
+    layer = nn.Linear(4, 4).double()
+    parts = {"linear": layer, "weights": [layer.weight], "helper": Helper(layer.weight)}
+    model = module_class("Makes", lambda: parts, forward)()
     spec, params, loss = setting(model, "whole")
     x = torch.ones(2, 4).double()
     expected = torch.autograd.grad(model(x).sum(), model.linear.weight)[0]
@@ -218,6 +214,7 @@ def again(module: nn.Module, new: nn.Parameter) -> None:
     module.register_parameter("bias", new)
 
 
+MADE_ANEW = "module Linear, which has parameters to train, is made in forward"
 REPLACED = "parameter 'linear.bias' is replaced in forward by a new nn.Parameter"
 
 MADE: Mapping[str, tuple[Callable[[Makes], Any], str]] = {
@@ -225,8 +222,8 @@ MADE: Mapping[str, tuple[Callable[[Makes], Any], str]] = {
     "none before": (new("none", parameter), "parameter 'none' is made in forward"),
     "in a submodule": (lambda m: new("late", parameter)(m.linear), "parameter 'linear.late' is made in forward"),
     "in a list": (lambda m: m.some.append(parameter())[0], "parameter 'some.0' is made in forward"),
-    "module": (new("late", linear), "module Linear, which has parameters to train, is made in forward"),
-    "of a leaf": (lambda m: new("late", linear)(m.linear), "module Linear, which has parameters to train, is made in forward"),
+    "module": (new("late", linear), MADE_ANEW),
+    "of a leaf": (lambda m: new("late", linear)(m.linear), MADE_ANEW),
     "over one": (over(lambda m, new: setattr(m, "bias", new)), REPLACED),
     "registered over one": (over(lambda m, new: m.register_parameter("bias", new)), REPLACED),
     "after del": (over(again), "parameter 'linear.bias' is made in forward"),
@@ -238,8 +235,10 @@ MADE: Mapping[str, tuple[Callable[[Makes], Any], str]] = {
 @every(policy=POLICIES, what=MADE)
 def test_parameters_that_forward_makes(what: str, policy: str) -> None:
     """They would be used, dropped with the call, made anew in the next one, and never trained."""
-    make, match = MADE[what]
-    model = Makes(make)
+    refuse_by_every_way(Makes(MADE[what][0]), policy, MADE[what][1])
+
+
+def refuse_by_every_way(model: nn.Module, policy: str, match: str) -> None:
     _, params, loss = setting(model, policy)
     for way in WAYS.values():
         with pytest.raises(RuntimeError, match=match), unchanged(model):
@@ -259,10 +258,7 @@ class Parts(nn.Module):
 
 
 OTHER, FROZEN = linear(), linear().requires_grad_(False)
-L, MADE_ANEW = (
-    "module 'l' is replaced in forward, Linear by ",
-    "module Linear, which has parameters to train, is made in forward",
-)
+L = "module 'l' is replaced in forward, Linear by "
 CHANGED: Mapping[str, tuple[Callable[[Parts], Any], str]] = {
     "set": (lambda m: setattr(m, "l", linear()), L + "Linear: the call would compute without its parameters"),
     "set to one of before": (lambda m: setattr(m, "l", OTHER), L + "Linear"),
@@ -284,12 +280,7 @@ CHANGED: Mapping[str, tuple[Callable[[Parts], Any], str]] = {
 @every(policy=POLICIES, how=CHANGED)
 def test_modules_that_forward_replaces(how: str, policy: str) -> None:
     """The call would compute with the new module's own parameters, and its params would have no part in the result."""
-    change, match = CHANGED[how]
-    model = Parts(change)
-    _, params, loss = setting(model, policy)
-    for way in WAYS.values():
-        with pytest.raises(RuntimeError, match=match), unchanged(model):
-            way(loss)(params)
+    refuse_by_every_way(Parts(CHANGED[how][0]), policy, CHANGED[how][1])
 
 
 def again_at_the_end(model: Parts) -> None:
@@ -298,12 +289,10 @@ def again_at_the_end(model: Parts) -> None:
     model.l = one
 
 
-def inside_another(model: Parts) -> None:
-    model.l = nn.Sequential(model.l, nn.Tanh())
-
-
 @pytest.mark.parametrize(
-    "change", [again_at_the_end, inside_another, lambda m: setitem(m.layers, 0, nn.Tanh())], ids=["again", "inside", "ReLU"]
+    "change",
+    [again_at_the_end, lambda m: setattr(m, "l", nn.Sequential(m.l, nn.Tanh())), lambda m: setitem(m.layers, 0, nn.Tanh())],
+    ids=["again", "inside", "ReLU"],
 )
 def test_modules_that_are_used_in_another_place_are_no_error(change: Callable[[Parts], Any]) -> None:
     """As BigBird puts its own layers into another attention; afterwards they are in their places, in their order."""
