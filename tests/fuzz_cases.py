@@ -47,6 +47,10 @@ COMPILED = {
     "compiled remat": P("shard", remat=True, compile=fs.Compile(backend="aot_eager")),
 }
 """Not drawn at random: a compilation takes longer than a hundred cases."""
+Params = Mapping[str, Tensor]
+Loss = Callable[[Params], Tensor]
+Result = tuple[dict[str, Tensor], list[Tensor]]
+"""Something like the parameters, and values."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +123,6 @@ def policy(case: Case, net: nn.Module) -> fs.PartitionSpec:
             alone = replace(ps[name], unit=None)
             paths |= {path: alone for path, module in inside if module._parameters and path != f"parts.{i}"}
     return fs.by_path(paths)(net)
-
-
-Params = Mapping[str, Tensor]
-Loss = Callable[[Params], Tensor]
-Result = tuple[dict[str, Tensor], list[Tensor]]
-"""Something like the parameters, and values."""
 
 
 def size(tree: Params) -> Tensor:

@@ -23,6 +23,7 @@ WIDTH = 4
 
 PIECES: dict[str, Callable[[], nn.Module]] = {}
 """By name: what makes one."""
+Forward = Callable[..., Tensor]
 
 
 def piece(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -57,9 +58,6 @@ class Buffered(One):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("buf", torch.full((WIDTH,), 0.5))
-
-
-Forward = Callable[..., Tensor]
 
 
 def forward_of(base: type[nn.Module], parts: Callable[[], dict[str, Any]] = dict, **attributes: Any) -> Callable[[Any], Any]:

@@ -131,6 +131,9 @@ STRATEGIES = {
     "codec": P("shard", precision=Precision(codec=LOSSY)),
 }
 REDUCTIONS: list[str | float] = ["sum", "mean", 3.0]
+USUAL = ["shard", "kept", "replicated", "remat", "bf16", "codec", "all axes", "fp16", "bf16 reduced"]
+OTHERWISE = ["twice", "penalty", "teacher", "computed", "changed", "one computed", "step inside", "gradient of the input"]
+OTHERWISE += ["checkpoint", "remat", "a unit alone"]
 
 
 class Unused(nn.Linear):
@@ -150,9 +153,6 @@ class Some(nn.Module):
 
 def policy(p: P, root: P | None = None) -> fs.Policy:
     return fs.policies.override(fs.by_type(MLP, Unused, p=p), fs.by_path({"": root or P()}))
-
-
-USUAL = ["shard", "kept", "replicated", "remat", "bf16", "codec", "all axes", "fp16", "bf16 reduced"]
 
 
 @at_most(3)
@@ -532,10 +532,6 @@ def used_otherwise(how: str, model: nn.Module, spec: fs.PartitionSpec, teacher: 
         return (y**2).mean()
 
     return loss
-
-
-OTHERWISE = ["twice", "penalty", "teacher", "computed", "changed", "one computed", "step inside", "gradient of the input"]
-OTHERWISE += ["checkpoint", "remat", "a unit alone"]
 
 
 @at_most(2)

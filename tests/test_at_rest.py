@@ -25,6 +25,8 @@ import funshard as fs
 from funshard import Codec, P, codecs
 
 F64, BF16 = torch.float64, torch.bfloat16
+CODECS = {"nf4": codecs.nf4(8), "int8": codecs.int8(5), "half": Codec(lambda x: (x.half(),), lambda x: x)}
+XS = torch.randn(4, 3, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
 
 
 class Adapted(nn.Module):
@@ -43,10 +45,6 @@ def model_of(dtype: torch.dtype = F64, width: int = 6) -> nn.Module:
     torch.manual_seed(0)
     head = nn.Linear(width, 3).requires_grad_(False)
     return nn.Sequential(Adapted(width, True), Adapted(width, False), head).to(dtype)
-
-
-CODECS = {"nf4": codecs.nf4(8), "int8": codecs.int8(5), "half": Codec(lambda x: (x.half(),), lambda x: x)}
-XS = torch.randn(4, 3, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
 
 
 def policy(p: P) -> fs.Policy:

@@ -43,6 +43,9 @@ HYBRID = {"replicate": 2, "shard": 2}
 MIXED = fs.by_path({"0": fs.P("shard"), "1": fs.P()})
 PAIRS = {"quad": 2, "pair": 2}
 LEVELS = [(2, "pair"), (4, ("quad", "pair"))]
+AXES = {2: "pair", 4: ("quad", "pair"), 8: ("all", "quad", "pair")}
+SPEC = MIXED(MODEL).on(HYBRID)
+ONES = {"0": torch.ones(12).double(), "1": torch.ones(25).double()}
 
 
 def at(step: int) -> av.Averaging:
@@ -275,9 +278,6 @@ def due(step: Any) -> list[Any]:
     return groups
 
 
-AXES = {2: "pair", 4: ("quad", "pair"), 8: ("all", "quad", "pair")}
-
-
 @given(st.sets(st.integers(2, 12), min_size=1, max_size=3), st.integers(0, 9), st.integers(0, 30))
 def test_due_where_torchs_hierarchical_is(periods: set[int], warmup_steps: int, start: int) -> None:
     """On how many ranks in each of 25 steps, for any periods, warm-up and step to start again from."""
@@ -433,10 +433,6 @@ def test_post_local_sgd_of_shards() -> None:
     want = [fs.shard(replicas[i // 2], MIXED(MODEL).on(HYBRID), rank=i) for i in range(4)]
     assert_close(got, stacked(want), rtol=1e-12, atol=1e-13)
     assert not torch.equal(got["1"][0], got["1"][2])
-
-
-SPEC = MIXED(MODEL).on(HYBRID)
-ONES = {"0": torch.ones(12).double(), "1": torch.ones(25).double()}
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,11 @@ MISTAKES: dict[type[Exception], dict[str, Callable[[], object]]] = {
         r"'a' is in two parts: expected disjoint ones": lambda: fs.combine({"a": X}, {"a": X}),
     },
 }
+CALLS: dict[str, Callable[[nn.Module], object]] = {
+    "policy": lambda model: POLICY(model),
+    "shard": lambda model: fs.shard(model, SPEC, rank=0),
+    "functional_call": lambda model: fs.functional_call(model, on_one(), X, spec=ONE),
+}
 
 
 @pytest.mark.parametrize(
@@ -266,13 +271,6 @@ MISTAKES: dict[type[Exception], dict[str, Callable[[], object]]] = {
 def test_bad_input(call: Callable[[], object], error: type[Exception], match: str) -> None:
     """Each mistake is an error that names the path, what was expected and what was there."""
     refused(error, re.compile(match, re.DOTALL), lambda: call())
-
-
-CALLS: dict[str, Callable[[nn.Module], object]] = {
-    "policy": lambda model: POLICY(model),
-    "shard": lambda model: fs.shard(model, SPEC, rank=0),
-    "functional_call": lambda model: fs.functional_call(model, on_one(), X, spec=ONE),
-}
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
@@ -304,6 +302,7 @@ BY_AUTOGRAD: dict[str, Callable[[Params], object]] = {
         lambda p: fs.functional_call(MODEL, p, (X,), spec=ONE), lambda y: y.square().sum(), params, params
     ),
 }
+IDS = torch.tensor([1, 2])
 
 
 @pytest.mark.parametrize("name", sorted(BY_AUTOGRAD))
@@ -336,9 +335,6 @@ def scored(**batch: torch.Tensor) -> Callable[[Callable[[SimpleNamespace], Any]]
     model = Scored()
     spec = fs.policies.whole()(model).on({"shard": 1})
     return lambda take: fs.grad(lambda p: take(fs.functional_call(model, p, (), batch, spec=spec)))(fs.shard(model, spec))
-
-
-IDS = torch.tensor([1, 2])
 
 
 def test_outputs_that_are_no_loss() -> None:

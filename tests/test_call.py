@@ -212,6 +212,8 @@ POLICIES = {
     "kept": fs.by_type(nn.Linear, p=P("shard", reshard=False)),
     "replicated": fs.by_type(nn.Linear, p=P()),
 }
+KINDS = [*(("reversible", way) for way in ("fs", "backward")), *(("implicit", way) for way in GRADIENTS)]
+"""The old style is not for torch.func."""
 
 
 class Reversible(torch.autograd.Function):
@@ -303,10 +305,6 @@ def refused(kind: str, policy: str, way: str, *, skeleton: bool = False) -> None
     gc.collect()
     assert not torch_module._global_forward_pre_hooks
     called.f(x) if not skeleton else None
-
-
-KINDS = [*(("reversible", way) for way in ("fs", "backward")), *(("implicit", way) for way in GRADIENTS)]
-"""The old style is not for torch.func."""
 
 
 @at_most(1)

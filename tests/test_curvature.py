@@ -36,6 +36,7 @@ MODEL = network()
 X, Y = torch.randn(4, 6, 3, dtype=torch.float64), torch.randint(CLASSES, (4, 6))
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
 POLICY = fs.policies.override(fs.by_type(nn.Linear), fs.by_path({"1": P()}))
+NAMES = ["hessian", "ggn", "fisher"]
 
 
 def operators(spec: fs.PartitionSpec, x: Tensor, y: Tensor) -> dict[str, curvature.Operator]:
@@ -77,9 +78,6 @@ def matrix(name: str) -> Tensor:
     j = rows(torch.func.jacrev(lambda p: plain(p).flatten())(FULL))
     h = torch.func.hessian(lambda z: F.cross_entropy(z.view(-1, CLASSES), y))(plain(FULL).flatten())
     return j.T @ h @ j
-
-
-NAMES = ["hessian", "ggn", "fisher"]
 
 
 def everything(rank: int, spec: fs.PartitionSpec) -> dict[str, Any]:

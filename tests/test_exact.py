@@ -51,6 +51,13 @@ Apart = module_class(
     lambda self, x: self.a(x).tanh().sum() + self.b(x).tanh().sum(),
 )
 """The sum of two parts, so that what is wrong with one is not wrong with the other."""
+PS = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
+lossy = fs.by_path({"a": P("shard"), "b": P("shard", precision=LOSSY)})
+OFF = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.complex128: None, torch.complex64: None}
+"""By how much a codec is off, which complex units do not have."""
+BRANCHES = r"module '0' does what vmap cannot: vmap: .* without branches on values .* on real ranks"
+CHECKPOINTS = r"module '0' uses torch\.utils\.checkpoint, .* give its blocks P\(remat=True\), and switch"
+SPECTRAL = r"module '0\.parametrizations.*' does what vmap cannot: .* by model\.eval\(\)"
 
 
 def cube(call: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -64,9 +71,6 @@ def values(*shape: int, seed: int = 5) -> Tensor:
 def on_two(model: nn.Module, loss: Any = cube, policy: fs.Policy | None = None, **options: Any) -> None:
     """On two simulated ranks."""
     assert_exact(loss, model, (policy or fs.policies.whole())(model).on({"shard": 2}), values(2, 5, 3), **options)
-
-
-PS = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
 
 
 @at_most(1)
@@ -95,9 +99,6 @@ def test_real_ranks(rank: int) -> None:
     with unchanged(model):
         assert_exact(cube, model, fs.by_type(Block)(model), values(6, 3, seed=rank), order=2)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-lossy = fs.by_path({"a": P("shard"), "b": P("shard", precision=LOSSY)})
 
 
 @real_ranks(2)
@@ -229,10 +230,6 @@ def test_what_a_plain_forward_writes_into_parameters_and_batches_is_put_back() -
     assert torch.equal(x, values(2, 5, 3))
 
 
-OFF = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.complex128: None, torch.complex64: None}
-"""By how much a codec is off, which complex units do not have."""
-
-
 @pytest.mark.parametrize("dtype", OFF, ids=str)
 def test_every_dtype(dtype: torch.dtype) -> None:
     """With the tolerance that it needs, and no more."""
@@ -315,11 +312,6 @@ def branch(self: nn.Linear, x: Tensor) -> Tensor:
 
 def checkpointed(self: nn.Linear, x: Tensor) -> Tensor:
     return checkpoint(functools.partial(nn.Linear.forward, self), x, use_reentrant=False)
-
-
-BRANCHES = r"module '0' does what vmap cannot: vmap: .* without branches on values .* on real ranks"
-CHECKPOINTS = r"module '0' uses torch\.utils\.checkpoint, .* give its blocks P\(remat=True\), and switch"
-SPECTRAL = r"module '0\.parametrizations.*' does what vmap cannot: .* by model\.eval\(\)"
 
 
 @pytest.mark.parametrize(

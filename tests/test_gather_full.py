@@ -273,6 +273,10 @@ def test_a_model_without_parameters(rank: int) -> None:
 
 # --- one by one, in the memory of two buckets ---
 BUCKETS = (1, 200, "1GB")
+ON_ONE = fs.policies.always()(net()).on({"shard": 1})
+UNIT = 4 * 64 * 64
+"""Bytes of one of its units."""
+DTYPES = (torch.complex64, torch.int16, torch.bool, torch.float8_e4m3fn, torch.float64, torch.float16)
 
 
 def streamed(shards: Params, spec: PartitionSpec, **options: Any) -> Params:
@@ -303,9 +307,6 @@ def as_gathered(rank: int, mesh: str) -> None:
 def test_the_stream_is_unshard(mesh: str, gloo2: Pool, gloo4: Pool) -> None:
     """Bitwise, on every mesh, for small and large buckets; a cast before the wire or after it is that of the parameters."""
     pool_of(mesh, gloo2, gloo4).run(as_gathered, mesh)
-
-
-ON_ONE = fs.policies.always()(net()).on({"shard": 1})
 
 
 def test_the_order_of_names() -> None:
@@ -372,10 +373,6 @@ def test_on_simulated_ranks() -> None:
 
 def chained(units: int = 8) -> nn.Module:
     return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(units)))
-
-
-UNIT = 4 * 64 * 64
-"""Bytes of one of its units."""
 
 
 @at_most(4)
@@ -524,9 +521,6 @@ def test_ranks_that_stream_different_parameters(rank: int) -> None:
                 list(fs.stream_full(shards, spec, rank0_only=rank0_only, **options))
     with pytest.raises(RuntimeError, match="gather of unit '0' to the first rank"):
         fs.unshard(shards, spec, rank0_only=rank == 1, offload_to_cpu=True)
-
-
-DTYPES = (torch.complex64, torch.int16, torch.bool, torch.float8_e4m3fn, torch.float64, torch.float16)
 
 
 @real_ranks(2)

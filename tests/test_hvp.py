@@ -92,6 +92,12 @@ PRODUCTS: dict[str, tuple[Callable[..., fs.Params], fs.Params]] = {
     "its gradient": (lambda f, p, v: fs.grad(lambda p: squares(fs.hvp(f, p, v)))(p), HIGHER),
 }
 """H v in both ways that there are, and the gradient of its squares; with what they are."""
+THIRD = {
+    "fs.hvp": lambda f, p, v: fs.hvp(f, p, v, forward=True),
+    "jvp of hvp": lambda f, p, v: jvp(lambda p: fs.hvp(f, p, v, forward=True), (p,), (v,))[1],
+    "grad of jvp of jvp": lambda f, p, v: grad(lambda p: jvp(lambda p: jvp(f, (p,), (v,))[1], (p,), (v,))[1])(p),
+}
+MSE = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
 def product(name: str, spec: fs.PartitionSpec, x: Tensor) -> fs.Params:
@@ -110,13 +116,6 @@ def test_reverse_over_reverse_on_real_ranks(rank: int) -> None:
         x = X.unflatten(0, (2, -1))[rank].flatten(0, 1)
         want = fs.shard(PRODUCTS[name][1], spec)
         assert_close(product(name, spec, x), want, **CLOSE, msg=lambda m, what=(policy, name): f"{what}: {m}")
-
-
-THIRD = {
-    "fs.hvp": lambda f, p, v: fs.hvp(f, p, v, forward=True),
-    "jvp of hvp": lambda f, p, v: jvp(lambda p: fs.hvp(f, p, v, forward=True), (p,), (v,))[1],
-    "grad of jvp of jvp": lambda f, p, v: grad(lambda p: jvp(lambda p: jvp(f, (p,), (v,))[1], (p,), (v,))[1])(p),
-}
 
 
 @at_most(1)
@@ -248,9 +247,6 @@ def test_what_has_no_forward_mode_rule() -> None:
     for other in (NotImplementedError("not yet"), RuntimeError("forward AD with x that"), ValueError("no")):
         assert not is_forward_rule_missing(other)
         assert text(add_hints(other)) in ("not yet", text(other))
-
-
-MSE = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
 @pytest.mark.parametrize("p", [P("shard"), P(), P("shard", remat=True)], ids=str)

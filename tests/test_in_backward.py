@@ -35,6 +35,7 @@ CLIPS: dict[str, dict[str, Any]] = {
     "previous": {"max_norm": 0.01, "clip": "previous", "norm": torch.tensor(0.5)},
     "first": {"max_norm": 0.01, "clip": "previous"},
 }
+USUAL = ["shard", "kept", "replicated", "all axes", "fp16", "bf16 reduced", "remat"]
 
 
 def reference(
@@ -83,9 +84,6 @@ def test_of_any_model_on_any_mesh(case: Any, count: int, clip: str) -> None:
     (params, value), (expected, mean) = fs.testing.spmd(run, sizes)(xs)
     agree(params, expected, exact=False)
     torch.testing.assert_close(value, mean)
-
-
-USUAL = ["shard", "kept", "replicated", "all axes", "fp16", "bf16 reduced", "remat"]
 
 
 @at_most(6)

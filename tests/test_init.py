@@ -144,10 +144,7 @@ def bare(name: str) -> nn.Module:
 
 
 @at_most(12)
-@pairs
-@pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"shard": 8}, {"replicate": 2, "shard": 2}], ids=str)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MODELS)
+@pairs(sizes=[{"shard": 1}, {"shard": 3}, {"shard": 8}, {"replicate": 2, "shard": 2}], policy=POLICIES, name=MODELS)
 def test_slices_of_one_model(name: str, policy: str, sizes: dict[str, int]) -> None:
     """Bit for bit, on any mesh, with any policy, at every rank, or refused where a module writes to units inside it."""
     model = bare(name)

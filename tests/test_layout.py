@@ -21,6 +21,10 @@ import funshard as fs
 from funshard import P
 from funshard._core.tree import NAMESPACE, natural_key
 
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+LOW = [None, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
+WHOLE_DTYPES = [torch.int64, torch.int32, torch.uint8, torch.bool]
+
 
 def weights(*widths: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """Linear layers without biases, their parameters "0.weight", "1.weight", ..."""
@@ -101,10 +105,6 @@ def test_float4_with_padding_and_without(numel: int) -> None:
     assert len(joined) == 32
     assert fs.flatten(dict(model), spec).popitem()[1].view(torch.uint8).equal(joined.view(torch.uint8))
     assert fs.unflatten(dict.fromkeys(spec.by_key, joined), spec)["w"].view(torch.uint8).equal(values)
-
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
-LOW = [None, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
 
 
 @given(cases(), st.sampled_from(DTYPES), st.sampled_from(LOW), st.sampled_from(LOW))
@@ -190,9 +190,6 @@ class Odd(nn.Module):
         }
         for name, value in kinds.items():
             self.register_parameter(name, nn.Parameter(value, requires_grad=requires_grad))
-
-
-WHOLE_DTYPES = [torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
 @every(size=[1, 3, 64], dtype=DTYPES + WHOLE_DTYPES)

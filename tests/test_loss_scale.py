@@ -25,6 +25,8 @@ MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
 OPTIONS = {"growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 3}
 BAD = [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1]
 """In which steps a gradient overflows."""
+MESHES = {"fsdp": (4,), "hsdp": (2, 2)}
+SPEC = fs.policies.whole()(nn.Linear(2, 1, bias=False))
 
 
 @pytest.mark.parametrize("bad", [-1, 0, 1])
@@ -35,9 +37,6 @@ def test_real_ranks_agree(rank: int, bad: int) -> None:
     init, update = ls.dynamic(spec, scale=4.0)
     _, state = update({"0": shards["0"] * (math.nan if rank == bad else 1.0), "1": shards["1"]}, init())
     assert bool(state.finite) == (bad < 0)
-
-
-MESHES = {"fsdp": (4,), "hsdp": (2, 2)}
 
 
 @at_most(1)
@@ -106,9 +105,6 @@ def test_ddp_parity_with_grad_scaler(rank: int) -> None:
         assert (state.scale, state.good_steps) == (scaler.get_scale(), scaler.state_dict()["_growth_tracker"])
         expected = {name.removeprefix("module."): p.detach() for name, p in peer.named_parameters()}
         same(fs.unshard(params, spec), expected, "parameters")
-
-
-SPEC = fs.policies.whole()(nn.Linear(2, 1, bias=False))
 
 
 def test_a_scale_that_would_overflow_stays() -> None:

@@ -600,6 +600,7 @@ QUIET = pytest.mark.filterwarnings(
     "ignore::funshard._call.compiled_unit.CompileWarning", "ignore:The .grad attribute of a Tensor that is not"
 )
 """Compiled units run without compilation in simulated ranks."""
+USUAL = ['`P("shard")`', "`remat=True`", "`P()`", "HSDP"]
 
 
 @QUIET
@@ -653,9 +654,6 @@ def result_or_traceback(transform: Transform, on: OnRanks, state: State) -> Any:
         return detached(transform.run(on, state))
     except Exception:
         return traceback.format_exc()
-
-
-USUAL = ['`P("shard")`', "`remat=True`", "`P()`", "HSDP"]
 
 
 @pytest.fixture(scope="module", params=mark_seldom(MAIN, *USUAL), ids=without_ticks)

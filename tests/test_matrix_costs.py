@@ -33,6 +33,7 @@ AXES: dict[str, tuple[str | tuple[str, ...] | None, tuple[str, ...]]] = {
     "hsdp": ("shard", ("replicate", "shard")),
     "two axes": (("replicate", "shard"), ("replicate", "shard")),
 }
+ON = MESHES | {"4 ranks": ({"shard": 4}, "shard")}
 
 
 def blocks(count: int, size: int, device: str = "cpu") -> nn.Sequential:
@@ -130,9 +131,6 @@ def test_ranks_work_at_the_same_time(axes: str, ranks: int) -> None:
             done[owner] = max(done[owner], before) + work[owner]  # pyright: ignore[reportArgumentType]
         before, last = last, max(done.values())
     assert last <= 1.125 * sum(m.cost for m in known.chosen) / ranks
-
-
-ON = MESHES | {"4 ranks": ({"shard": 4}, "shard")}
 
 
 @at_most(1)

@@ -117,6 +117,10 @@ ADAFACTOR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Options of ours, and of torch's."""
+ODD: dict[str, dict[str, Tensor]] = {
+    "a scalar": {"scalar": torch.tensor(2.0), "other": torch.ones(3, 2, 2)},
+    "a column": {"weight": torch.linspace(-1, 1, 5)[:, None], "bias": torch.linspace(1, 2, 5)},
+}
 
 
 @at_most(1)
@@ -127,12 +131,6 @@ def test_torchs_adafactor_on_real_ranks(rank: int, case: str, axis: Any) -> None
     spec, (options, of_torch) = spec_on(mesh_of(2), axis), ADAFACTOR[case]
     got = trained(spec, fs.optim.adafactor(spec=spec, **options), torch.float64)
     assert_close(got, by_torch([(torch.optim.Adafactor, {*PARAMS}, of_torch)], torch.float64), rtol=1e-9, atol=1e-9)
-
-
-ODD: dict[str, dict[str, Tensor]] = {
-    "a scalar": {"scalar": torch.tensor(2.0), "other": torch.ones(3, 2, 2)},
-    "a column": {"weight": torch.linspace(-1, 1, 5)[:, None], "bias": torch.linspace(1, 2, 5)},
-}
 
 
 @pytest.mark.parametrize("what", ODD)

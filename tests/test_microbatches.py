@@ -20,6 +20,7 @@ from funshard import P
 
 Batch = tuple[Tensor, Tensor]
 COUNTS = {"two and one": (2, 1), "none": (0, 3), "equal": (2, 2), "of a mesh with replicas": (1, 2, 0, 3)}
+WAYS = ["accumulate", "full", "sum", "update_in_backward", "torch.func", "grad of grad"]
 
 
 def batch_of(rank: int, i: int) -> Batch:
@@ -144,9 +145,6 @@ def masked_mean(call: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     rows = nn.functional.cross_entropy(call(batch[0]), batch[1].clamp(min=0), reduction="none")
     mask = (batch[1] >= 0).double()
     return (rows * mask).sum() / mask.sum()
-
-
-WAYS = ["accumulate", "full", "sum", "update_in_backward", "torch.func", "grad of grad"]
 
 
 @at_most(1)

@@ -100,6 +100,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 SENT = fs.Precision(codec=fs.Codec(halves, torch.add))
+TWICE = ["grad of grad", "fs.grad of grad", "autograd of grad", "grad of a pullback", "pulled back after all"]
 
 
 @at_most(3)
@@ -182,9 +183,6 @@ def held(name: str, blocks: int) -> tuple[float, int]:
             STACKS[name](lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum(), params, v)
             assert alive.now() == []
         return alive.peak / spec.padded_numel(spec.by_key["0"]), len(alive.gathered)
-
-
-TWICE = ["grad of grad", "fs.grad of grad", "autograd of grad", "grad of a pullback", "pulled back after all"]
 
 
 @pytest.mark.parametrize(

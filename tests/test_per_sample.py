@@ -13,7 +13,7 @@ import pytest
 import strategies
 import torch
 from cases import owned
-from depth import at_most, depth, mark_seldom, seldom, some
+from depth import at_most, depth, every, mark_seldom, seldom, some
 from gradient_cases import Case, cases
 from hypothesis import given
 from models import refused
@@ -78,6 +78,11 @@ def clipped(each: fs.Params, clip: float) -> fs.Params:
 EACH = vmap(grad(reference), (None, 0, 0))(FULL, X.flatten(0, 1), Y.flatten(0, 1))
 CLIP = float(sum((g.flatten(1) ** 2).sum(1) for g in EACH.values()).sqrt().median())
 """Half of the samples are clipped."""
+WAYS: dict[str, dict[str, Any]] = {"each": {}, "clipped": {"clip": CLIP}, "noisy": {"clip": CLIP, "noise": 0.5}}
+BOTH = some(itertools.product(POLICIES, WAYS), 1)
+SMALL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+NOISE, SAME, DIFFERENT = {"noise": 0.5}, {"randomness": "same"}, {"randomness": "different"}
+DRAWN: list[dict[str, Any]] = depth([{**NOISE, **DIFFERENT}], [NOISE, SAME, DIFFERENT, {}])
 
 
 def results(policy: fs.Policy, **options: Any) -> Callable[..., Any]:
@@ -101,8 +106,7 @@ def test_each_sample_has_its_gradient(policy: str) -> None:
 
 
 @at_most(8)
-@pytest.mark.parametrize("reduce", ["mean", "sum", 64.0, 5])
-@pytest.mark.parametrize("policy", POLICIES)
+@every(reduce=["mean", "sum", 64.0, 5], policy=POLICIES)
 def test_the_sum_of_clipped_gradients(policy: str, reduce: str | float) -> None:
     """Shards of it. Weights that are used several times count with their whole gradient."""
     got = fs.testing.spmd(results(POLICIES[policy], clip=CLIP, reduce=reduce), RANKS)(X, Y)
@@ -246,10 +250,6 @@ def test_clipping_never_holds_all_gradients_of_all_samples() -> None:
     assert peak(9) - peak(3) >= 6 * samples * unit_bytes
 
 
-WAYS: dict[str, dict[str, Any]] = {"each": {}, "clipped": {"clip": CLIP}, "noisy": {"clip": CLIP, "noise": 0.5}}
-BOTH = some(itertools.product(POLICIES, WAYS), 1)
-
-
 @real_ranks(2)
 def test_real_ranks_agree_with_simulated_ones(rank: int) -> None:
     """The noise too."""
@@ -263,8 +263,7 @@ def test_real_ranks_agree_with_simulated_ones(rank: int) -> None:
         assert_close({k: g.detach() for k, g in grads.items()}, {k: z[rank] for k, z in simulated.items()}, **CLOSE)
 
 
-@pytest.mark.parametrize("ranks_with", [1, 0])
-@pytest.mark.parametrize("policy", mark_seldom(POLICIES, "blocks", "replicated"))
+@every(ranks_with=[1, 0], policy=mark_seldom(POLICIES, "blocks", "replicated"))
 @real_ranks(2)
 def test_a_rank_without_samples(rank: int, policy: str, ranks_with: int) -> None:
     """It adds nothing, and the others do not wait for it; without any sample at all there is the noise alone."""
@@ -287,9 +286,6 @@ def test_a_rank_without_samples(rank: int, policy: str, ranks_with: int) -> None
     assert 0.5 < float(alone.std() / (0.5 * CLIP / 64)) < 1.5  # added once
 
 
-SMALL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
 def compiled(spec: fs.PartitionSpec, fullgraph: bool = True, rank: int = 0, backend: str = "aot_eager", **options: Any) -> None:
     """Asserts that torch.compile changes nothing."""
 
@@ -304,10 +300,6 @@ def compiled(spec: fs.PartitionSpec, fullgraph: bool = True, rank: int = 0, back
         drawn = [torch.Generator().manual_seed(5)] if options.get("noise") else []
         both.append(run(shards, X[rank], Y[rank], *drawn))
     assert_close(*both, **CLOSE)
-
-
-NOISE, SAME, DIFFERENT = {"noise": 0.5}, {"randomness": "same"}, {"randomness": "different"}
-DRAWN: list[dict[str, Any]] = depth([{**NOISE, **DIFFERENT}], [NOISE, SAME, DIFFERENT, {}])
 
 
 @seldom

@@ -108,6 +108,8 @@ CASES: dict[str, tuple[fs.Policy, dict[str, int]]] = {
     "groups remat": (grouped(P("shard", remat=True)), ONE),
     "groups with units inside": (fs.policies.override(grouped(P("shard")), fs.by_type(nn.Linear)), ONE),
 }
+FREED = ("shard", "HSDP", "remat", "nested remat", "both axes in bf16", "P()", "codec", "encoded gradients, HSDP")
+FREED += ("groups", "groups remat", "kept slices", "kept slices, remat")
 
 
 def work_of(spec: fs.PartitionSpec, model: nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -154,10 +156,6 @@ def test_counts_are_those_of_a_step(case: str) -> None:
         assert totals(plan) == counts_of(work)
         assert plan.at_rest["parameters"] == sum(shard.nbytes for shard in fs.shard(model, spec).values())
         assert plan.peaks["update"]["gradients"] == sum(grad.nbytes for grad in grads.values())
-
-
-FREED = ("shard", "HSDP", "remat", "nested remat", "both axes in bf16", "P()", "codec", "encoded gradients, HSDP")
-FREED += ("groups", "groups remat", "kept slices", "kept slices, remat")
 
 
 @at_most(2)
@@ -381,6 +379,8 @@ def llama_7b():
     return LlamaForCausalLM(LlamaConfig())
 """
 SVG = "{http://www.w3.org/2000/svg}"
+MADE_WITH = {"torch": "2.13.0", "transformers": "5.24.0"}
+"""The versions that the picture in README was made with: others save other activations."""
 
 
 @pytest.fixture
@@ -461,10 +461,6 @@ def test_picture() -> None:
     texts = [text.text or "" for text in root.iter(f"{SVG}text")]
     assert {"rank 2", "forward", "backward", "gathers", "reductions", f"hatched: padding, {plan.padding} elements"} <= {*texts}
     assert any("peak: backward of" in text for text in texts)
-
-
-MADE_WITH = {"torch": "2.13.0", "transformers": "5.24.0"}
-"""The versions that the picture in README was made with: others save other activations."""
 
 
 @seldom

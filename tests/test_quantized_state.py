@@ -45,6 +45,9 @@ POLICIES = {
     "replicated": fs.policies.whole(sliced(None)),
     "mixed": fs.by_path({"0": sliced(("replicate", "shard")), "1": sliced("replicate"), "2": sliced(None)}),
 }
+DONATED: dict[str, Any] = {"donate": True, "inner": {"donate": True}}
+USUAL = {"sharded": DONATED, "mixed": {}}
+ELEMENTWISE = ["SGD", "Adam", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 
 
 def quantized(
@@ -96,10 +99,6 @@ def test_values_depend_neither_on_ranks_nor_on_units(codec: Any, policy: str, ra
     for name in ("exp_avg", "exp_avg_sq"):
         got = join_ranks(spec, [decoded(x, spec, name, rank, codec) for rank, (_, x) in enumerate(found)])
         assert_close(got, fs.unshard(decoded(state, alone, name, codec=codec), alone), rtol=0, atol=0)
-
-
-DONATED: dict[str, Any] = {"donate": True, "inner": {"donate": True}}
-USUAL = {"sharded": DONATED, "mixed": {}}
 
 
 def check_on_ranks(mesh: Any, path: Path, policies: dict[str, dict[str, Any]]) -> None:
@@ -389,9 +388,6 @@ def test_dtypes(dtype: torch.dtype) -> None:
     params, state = update({"": torch.ones_like(params[""])}, init(params), params)
     assert state[""]["exp_avg"].scales.dtype == dtype
     assert optim.decode_state(state, CODEC, spec=spec)[""]["exp_avg"].dtype == dtype
-
-
-ELEMENTWISE = ["SGD", "Adam", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 
 
 @each(name=ELEMENTWISE)

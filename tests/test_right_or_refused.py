@@ -79,14 +79,12 @@ CHANGING: dict[str, Callable[[], nn.Module]] = {
     "ByNumpy": with_forward(Base, by_numpy),
 }
 """The others write what no version counts."""
+WAYS = ("fs.grad", "torch.func.grad", "autograd", "hvp", "grad of grad", "double backward")
 
 
 def network(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), kind(), kind(), nn.Linear(4, 4)).double()
-
-
-WAYS = ("fs.grad", "torch.func.grad", "autograd", "hvp", "grad of grad", "double backward")
 
 
 def inputs() -> Tensor:

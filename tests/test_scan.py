@@ -215,6 +215,10 @@ STEPS_OF = {
     "update in backward": in_backward,
     "closure": inner_gradient_of_closure,
 }
+WIDTH = 64
+STATE_BYTES = WIDTH * WIDTH * 8
+count_run = itertools.count().__next__
+"""Count a run of a step: a method of an object of C, into which the watch over globals does not look."""
 
 
 def of_step(scan: Scan, name: str, spec: fs.PartitionSpec, x: Tensor, validation: Tensor, **options: Any) -> Any:
@@ -257,12 +261,6 @@ def held(record: profile) -> int:
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events))
-
-
-WIDTH = 64
-STATE_BYTES = WIDTH * WIDTH * 8
-count_run = itertools.count().__next__
-"""Count a run of a step: a method of an object of C, into which the watch over globals does not look."""
 
 
 def training(w: Tensor, x: Tensor) -> tuple[Tensor, None]:

@@ -382,6 +382,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[Params], Any], str]] = {
         r"parameter '0\.weight': expected a tensor with data, got a meta tensor",
     ),
 }
+DTYPES = [torch.complex64, torch.complex128, torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float16]
 
 
 def bad_source(rank: int, what: str, src: int, p: P, flat: bool) -> str:
@@ -504,9 +505,6 @@ def test_one_iteration(rank: int) -> None:
     grads = fs.grad(lambda p: call(p).sum())(shards)
     full = fs.unshard({key: shard - 0.1 * grads[key] for key, shard in shards.items()}, spec)
     torch.testing.assert_close(full["weight"], model.weight.detach() - 0.1 * xs.mean(0).expand(3, 3))
-
-
-DTYPES = [torch.complex64, torch.complex128, torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float16]
 
 
 @real_ranks(2)

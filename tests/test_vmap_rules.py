@@ -110,6 +110,7 @@ WAYS: dict[str, Callable[[Collective], tuple[Callable[[Tensor, Axis], Tensor], C
     ),
 }
 """What is computed inside all vmaps, and the same by the pictures."""
+Index = tuple[int, ...]
 
 
 class Level(NamedTuple):
@@ -122,9 +123,6 @@ class Level(NamedTuple):
     in_dim: int | None
     out_dim: int
     axis: str = ""
-
-
-Index = tuple[int, ...]
 
 
 class Case(NamedTuple):
@@ -317,6 +315,7 @@ def test_one_collective_for_each_chunk(chunk_size: int | None, sends: int) -> No
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex128, torch.int64]
 LEVELS = (Level(2, 0, 0, "a"), Level(3, -1, 1), Level(2, 0, -1))
+WIDE = 64  # two masks of so many entries are never alike by chance
 
 
 def of_dtypes(rank: int, case: Case) -> list[Tensor]:
@@ -372,9 +371,6 @@ def all_different(x: Tensor) -> bool:
     return len({tuple(row.flatten().tolist()) for row in x}) == len(x)
 
 
-WIDE = 64  # two masks of so many entries are never alike by chance
-
-
 @every(sizes=[{"shard": 3}, {"replicate": 2, "shard": 2}], shared=[False, True])
 def test_ranks_draw_their_own_numbers(sizes: dict[str, int], shared: bool) -> None:
     """Every simulated rank drops other entries, also of what all ranks share, and the same again from the same seed."""
@@ -413,6 +409,8 @@ Dropping = module_class(
     lambda self, x: F.dropout(self.second(self.first(x)), 0.5),
 )
 """Two units, the second one's outputs dropped."""
+DROPPING = Dropping()
+BATCHES = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
 
 
 def gradient_with_mask(mesh: Mesh, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -426,10 +424,6 @@ def gradient_with_mask(mesh: Mesh, x: Tensor) -> tuple[dict[str, Tensor], Tensor
 
     grads, y = fs.grad(loss, has_aux=True)(params)
     return grads, y != 0
-
-
-DROPPING = Dropping()
-BATCHES = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
 
 
 def check_dropout_gradient(kept: Tensor, grads: dict[str, Tensor]) -> None:

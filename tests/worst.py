@@ -65,6 +65,11 @@ class _Log:
 
 
 _log = _Log()
+Results = Callable[[list[list[bytes]]], list[bytes]]
+"""From every rank's inputs to this rank's outputs."""
+PACKAGE = Path(funshard.__file__).parent
+STARTERS = ("unshard", "reduce_split", "_reduce_bucket", "unshard_unit", "reduce_unit")
+"""The functions of funshard that start a unit's collectives. No other frame is asked for its locals, which would hold them."""
 
 
 @contextlib.contextmanager
@@ -113,10 +118,6 @@ def _cut(x: Tensor, rows: Sequence[int]) -> list[_Bytes]:
     row = whole.count // len(x) if len(x) else 0
     ends = list(itertools.accumulate(rows))
     return [_Bytes(x, whole.at + (end - n) * row, n * row) for n, end in zip(rows, ends, strict=True)]
-
-
-Results = Callable[[list[list[bytes]]], list[bytes]]
-"""From every rank's inputs to this rank's outputs."""
 
 
 class _Late(Work):
@@ -346,11 +347,6 @@ class Worst(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-PACKAGE = Path(funshard.__file__).parent
-STARTERS = ("unshard", "reduce_split", "_reduce_bucket", "unshard_unit", "reduce_unit")
-"""The functions of funshard that start a unit's collectives. No other frame is asked for its locals, which would hold them."""
 
 
 def _unit() -> str:
