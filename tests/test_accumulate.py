@@ -20,7 +20,7 @@ from depth import at_most, dealt, depth, each, every, mark_seldom, seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import refused
+from models import module_class, refused, with_forward
 from parity import numbers, shards_of
 from peer_models import MLP, Net, chain
 from ranks import mesh_of, real_ranks
@@ -136,19 +136,9 @@ OTHERWISE = ["twice", "penalty", "teacher", "computed", "changed", "one computed
 OTHERWISE += ["checkpoint", "remat", "a unit alone"]
 
 
-class Unused(nn.Linear):
-    pass
-
-
-class Some(nn.Module):
-    """Blocks, one of which is not used, under a root of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.unused = Net(blocks=2), Unused(2, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+Unused = type("Unused", (nn.Linear,), {})
+Some = module_class("Some", lambda: {"net": Net(blocks=2), "unused": Unused(2, 2).double()}, lambda self, x: self.net(x))
+"""Blocks, one of which is not used, under a root of its own."""
 
 
 def policy(p: P, root: P | None = None) -> fs.Policy:
@@ -289,13 +279,9 @@ def test_replicas_are_reduced_once(count: int) -> None:
         assert Counter(s.op for s in sent)["reduce_scatter"] == (2 + 2) * count  # the last one is split over both axes
         full = sent_by(model, spec, count, keep="full").all
         assert Counter(s.op for s in full) == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 4}
-
-
-def test_of_some_axes_only() -> None:
-    """``reduce_axes`` is accumulate's: over the others gradients stay each rank's own."""
-    with world(8):
-        model = Net(blocks=2)
-        spec = fs.by_type(MLP)(model).on(mesh_of(4, 2))
+        spec = fs.by_type(MLP)(model).on(
+            mesh_of(4, 2)
+        )  # accumulate's ``reduce_axes``: over the others they stay each rank's own
         for keep in KEEPS:
             sent = sent_by(model, spec, keep=keep, reduce_axes="shard").all
             assert {s.op for s in sent} == {"all_gather", "reduce_scatter"}
@@ -428,9 +414,7 @@ def test_full_takes_other_numbers_of_micro_batches(rank: int) -> None:
 
 
 # --- dtypes ---
-class Total(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float().sum()
+Total = with_forward(nn.Linear, lambda self, x: nn.Linear.forward(self, x).float().sum())
 
 
 @every(keep=KEEPS, dtype=[F32, BF16])
@@ -499,37 +483,33 @@ def test_frozen_by_closure(rank: int, keep: str) -> None:
     close(got, each_alone(loss, trained, batches)[0])
 
 
-def used_otherwise(how: str, model: nn.Module, spec: fs.PartitionSpec, teacher: Any) -> Callable[..., Tensor]:
-    """A loss whose units get gradients from several places, or that changes the shards before it calls the model."""
+# The outputs of a loss whose units get gradients from several places, or that changes the shards before it calls the model.
+USES: dict[str, Callable[..., Tensor]] = {
+    "twice": lambda call, p, x, *_: call(p, x) * call(p, x + 1),
+    "penalty": lambda call, p, x, first, _: call(p, x) + p[first].sum() ** 2,
+    "teacher": lambda call, p, x, first, teacher: call(p, x) - teacher(x),
+    "computed": lambda call, p, x, *_: call(p, x) + call({key: 0.5 * q for key, q in p.items()}, x),
+    "changed": lambda call, p, x, *_: call({key: 2 * q if key else q for key, q in p.items()}, x),
+    "one computed": lambda call, p, x, first, _: call(p, x) + call({**p, first: 2 * p[first]}, x),
+    "step inside": lambda call, p, x, *_: call(stepped(call, p, x), x),
+    "gradient of the input": lambda call, p, x, *_: torch.func.grad(lambda x: call(p, x).square().sum())(x),
+    "checkpoint": lambda call, p, x, *_: torch.utils.checkpoint.checkpoint(call, p, x, use_reentrant=False),
+    "remat": lambda call, p, x, *_: fs.remat(call)(p, x),
+    "a unit alone": lambda call, p, x, *_: call({key: q if key.endswith("1") else q.detach() for key, q in p.items()}, x),
+}
+OTHERWISE = [*USES]
 
+
+def stepped(call: Callable[..., Tensor], p: fs.Params, x: Tensor) -> fs.Params:
+    inner = torch.func.grad(lambda p: (call(p, x) ** 2).mean())(p)
+    return {key: q - 0.1 * inner[key] for key, q in p.items()}
+
+
+def used_otherwise(how: str, model: nn.Module, spec: fs.PartitionSpec, teacher: Any) -> Callable[..., Tensor]:
     def loss(p: fs.Params, x: Tensor, **by: Any) -> Tensor:
-        call = lambda p, x: fs.functional_call(model, p, (x,), spec=spec, **by)  # noqa: E731
         first = next(key for key in p if key.endswith("blocks.0"))
-        match how:
-            case "twice":
-                y = call(p, x) * call(p, x + 1)
-            case "penalty":
-                y = call(p, x) + p[first].sum() ** 2
-            case "teacher" | "same architecture":
-                y = call(p, x) - teacher(x)
-            case "computed":
-                y = call(p, x) + call({key: 0.5 * q for key, q in p.items()}, x)
-            case "changed":
-                y = call({key: 2 * q if key else q for key, q in p.items()}, x)
-            case "one computed":
-                y = call(p, x) + call({**p, first: 2 * p[first]}, x)
-            case "step inside":
-                inner = torch.func.grad(lambda p: (call(p, x) ** 2).mean())(p)
-                y = call({key: q - 0.1 * inner[key] for key, q in p.items()}, x)
-            case "gradient of the input":
-                y = torch.func.grad(lambda x: call(p, x).square().sum())(x)
-            case "checkpoint":
-                y = torch.utils.checkpoint.checkpoint(call, p, x, use_reentrant=False)
-            case "remat":
-                y = fs.remat(call)(p, x)
-            case _:  # a unit alone
-                y = call({key: q if key.endswith("1") else q.detach() for key, q in p.items()}, x)
-        return (y**2).mean()
+        call = lambda p, x: fs.functional_call(model, p, (x,), spec=spec, **by)  # noqa: E731
+        return (USES[how](call, p, x, first, teacher) ** 2).mean()
 
     return loss
 
@@ -553,7 +533,7 @@ def test_what_is_computed_from_shards(rank: int, keep: str, how: str) -> None:
         slopes = torch.func.grad(lambda t: target(t).sum())(taught)
         return target(taught) + sum(slope.sum() for slope in slopes.values())
 
-    loss = used_otherwise(how, model, spec, teach)
+    loss = used_otherwise("teacher" if how == "same architecture" else how, model, spec, teach)
     for by in depth({"shards": ["sum"], "full": ["mean"]}[keep], ["mean", "sum"]):
         expected, _ = each_alone(lambda p, x, by=by: loss(p, x, reduce=by), params, batches)
         got, _ = fs.accumulate(loss, params, batches, spec=spec, keep=keep, reduce=by)
@@ -617,33 +597,32 @@ def test_of_the_thread_that_runs_it() -> None:
 
 
 # --- what is refused ---
-def refusals() -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
-    x = numbers(0, 0)
-    return {
-        "none": (ValueError, "expected one micro-batch at least, got none", {"microbatches": []}),
-        "an empty generator": (ValueError, "one micro-batch at least", {"microbatches": iter(())}),
-        "a tensor": (TypeError, "expected a list of micro-batches, or a generator, got Tensor", {"microbatches": x}),
-        "keep": (ValueError, "keep: expected 'shards' or 'full', got 'all'", {"keep": "all"}),
-        "reduce": (ValueError, "reduce: expected 'mean', 'sum'", {"reduce": "max"}),
-        "axes": (ValueError, "unknown mesh axis 'data'", {"reduce_axes": "data"}),
-        "weights": (ValueError, "expected a weight for each of 2 micro-batches, got 1", {"weights": [1]}),
-        "of a generator": (ValueError, "for each of 2 micro-batches, got 1", {"weights": [1], "microbatches": iter([x, x])}),
-        "too many": (ValueError, "for each of 1 micro-batches, got 2", {"weights": [1, 1], "microbatches": iter([x])}),
-        "negative": (ValueError, "weight 1: expected a finite number from 0 on, got -1", {"weights": [1, -1]}),
-        "NaN": (ValueError, "weight 0: expected a finite number from 0 on, got nan", {"weights": [float("nan"), 1]}),
-        "negative tensor": (ValueError, "weight 1: expected a finite number", {"weights": [1, torch.tensor(-1.0)]}),
-        "NaN tensor": (ValueError, "weight 0: .* from 0 on, got nan", {"weights": [torch.tensor(torch.nan), 1]}),
-        "bool": (TypeError, "weight 1: expected a number or a scalar tensor, got bool", {"weights": [1, True]}),
-        "text": (TypeError, "weight 0: expected a number or a scalar tensor, got str", {"weights": ["1", 1]}),
-        "shape": (ValueError, r"weight 0: expected a scalar, got shape \[2\]", {"weights": [torch.ones(2), 1]}),
-        "no shards": (ValueError, "is not in the spec", {"params": {"0.in_proj.weight": x}}),
-    }
+X = numbers(0, 0)
+REFUSALS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "none": (ValueError, "expected one micro-batch at least, got none", {"microbatches": []}),
+    "an empty generator": (ValueError, "one micro-batch at least", {"microbatches": iter(())}),
+    "a tensor": (TypeError, "expected a list of micro-batches, or a generator, got Tensor", {"microbatches": X}),
+    "keep": (ValueError, "keep: expected 'shards' or 'full', got 'all'", {"keep": "all"}),
+    "reduce": (ValueError, "reduce: expected 'mean', 'sum'", {"reduce": "max"}),
+    "axes": (ValueError, "unknown mesh axis 'data'", {"reduce_axes": "data"}),
+    "weights": (ValueError, "expected a weight for each of 2 micro-batches, got 1", {"weights": [1]}),
+    "of a generator": (ValueError, "for each of 2 micro-batches, got 1", {"weights": [1], "microbatches": iter([X, X])}),
+    "too many": (ValueError, "for each of 1 micro-batches, got 2", {"weights": [1, 1], "microbatches": iter([X])}),
+    "negative": (ValueError, "weight 1: expected a finite number from 0 on, got -1", {"weights": [1, -1]}),
+    "NaN": (ValueError, "weight 0: expected a finite number from 0 on, got nan", {"weights": [float("nan"), 1]}),
+    "negative tensor": (ValueError, "weight 1: expected a finite number", {"weights": [1, torch.tensor(-1.0)]}),
+    "NaN tensor": (ValueError, "weight 0: .* from 0 on, got nan", {"weights": [torch.tensor(torch.nan), 1]}),
+    "bool": (TypeError, "weight 1: expected a number or a scalar tensor, got bool", {"weights": [1, True]}),
+    "text": (TypeError, "weight 0: expected a number or a scalar tensor, got str", {"weights": ["1", 1]}),
+    "shape": (ValueError, r"weight 0: expected a scalar, got shape \[2\]", {"weights": [torch.ones(2), 1]}),
+    "no shards": (ValueError, "is not in the spec", {"params": {"0.in_proj.weight": X}}),
+}
 
 
-@pytest.mark.parametrize("what", refusals())
+@pytest.mark.parametrize("what", REFUSALS)
 def test_refused(what: str) -> None:
     model, spec, params, x = of_chain()
-    error, match, options = refusals()[what]
+    error, match, options = REFUSALS[what]
     given: dict[str, Any] = {"params": params, "microbatches": [x] * 2, "spec": spec} | options
     refused(error, match, lambda: fs.accumulate(lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum(), **given))
 

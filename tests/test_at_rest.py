@@ -15,7 +15,7 @@ from collective_log import Collectives, Sent, world
 from depth import at_most, depth, each, every, mark_seldom, pairs
 from hypothesis import given
 from models import EXACT, refused, unchanged
-from parity import MAIN_WAYS, WAYS
+from parity import MAIN_WAYS, WAYS, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -132,13 +132,7 @@ def test_shards_are_pure_bytes_on_every_mesh_and_specs_are_values() -> None:
 
 
 # --- computed with ---
-WAYS_OF_P = {
-    "shard": P("shard"),
-    "keep": P("shard", reshard=False),
-    "remat": P("shard", remat=True),
-    "replicate": P(),
-    "unaligned": P("shard", align=1),
-}
+WAYS_OF_P = strategies("shard", "keep", "remat", replicate=P(), unaligned=P("shard", align=1))
 
 
 @at_most(3)
@@ -227,12 +221,8 @@ def test_computed_in_what_the_precision_says(dtype: torch.dtype, param: torch.dt
     model = model_of(dtype)
     spec = shapes(P("shard", at_rest=codecs.nf4(8), precision=fs.Precision(param=param)))(model)
     seen: list[torch.dtype] = []
-
-    def look(module: nn.Linear, args: Any) -> None:
-        seen.append(module.weight.dtype)
-
     for module in (m for m in model.modules() if isinstance(m, nn.Linear) and not m.weight.requires_grad):
-        module.register_forward_pre_hook(look)
+        module.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
     fs.functional_call(model, fs.shard(model, spec), XS[0].to(param or dtype), spec=spec)
     assert seen == [param or dtype] * 3
     wide = {name: p.detach().double() for name, p in model.named_parameters()}
@@ -265,22 +255,6 @@ def test_bytes_are_gathered_and_nothing_is_reduced() -> None:
         wide = [s.bytes for s in sent.all if s.op == "all_gather"]
         elements = sum(spec.shard_numel(spec.by_key[key]) for key in ("0:frozen", "1:frozen", ""))
         assert sum(s for s in wide if s > 200) < 0.6 * elements
-
-
-# --- between specs ---
-def moved(rank: int) -> None:
-    model, codec = model_of(), CODECS["nf4"]
-    plain, kept = (shapes(p)(model).bound for p in (P("shard"), P("shard", at_rest=codec)))
-    other = policy(P(at_rest=codec))(model).bound
-    params = fs.shard(model, kept)
-    for spec in (kept, other):
-        for start, at in ((fs.shard(model, plain), plain), (params, kept)):
-            got = fs.reshard(start, at, spec)
-            for key, shard in fs.shard(model, spec).items():
-                assert torch.equal(got[key], shard), key
-    wanted = dict(quantized(model, codec).named_parameters())
-    back = fs.unshard(fs.reshard(params, kept, plain), plain)
-    assert all(torch.equal(back[name], p) for name, p in wanted.items())
 
 
 def test_full_parameters_may_stand_in_their_place() -> None:
@@ -322,7 +296,6 @@ def test_refused() -> None:
     bytes_of = spec.stored(spec.by_key["0:frozen"])[0]
     for call in (
         lambda: fs.functional_call(model, params | wrong, XS[0], spec=spec),
-        lambda: fs.unshard(params | wrong, spec),
         lambda: fs.unshard(params | wrong, spec),
         lambda: fs.functional_call(model, params | {"0:frozen": params["0:frozen"][:-1]}, XS[0], spec=spec),
     ):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import every
-from models import refused
+from models import module_class, refused
 from torch import nn
 
 import funshard as fs
@@ -110,19 +110,13 @@ def test_two_tensors_for_a_tied_parameter(taker: str) -> None:
     refused(ValueError, words, lambda: TAKE_FULL[taker]({"0.weight": weight, "1.weight": weight + 1}))
 
 
-class Scaled(nn.Parameter):
-    """A parameter that forward multiplies by what its class keeps."""
-
-    scale = 3.0
-
-
-class ReadsClass(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = Scaled(torch.ones(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight * (self.weight.scale if isinstance(self.weight, Scaled) else 1)
+Scaled = type("Scaled", (nn.Parameter,), {"scale": 3.0})
+"""A parameter that forward multiplies by what its class keeps."""
+ReadsClass = module_class(
+    "ReadsClass",
+    lambda: {"weight": Scaled(torch.ones(2))},
+    lambda self, x: x * self.weight * (self.weight.scale if isinstance(self.weight, Scaled) else 1),
+)
 
 
 def test_a_parameter_of_a_class_of_its_own() -> None:
@@ -163,15 +157,8 @@ def functions_of_specs() -> Iterator[tuple[str, Any]]:
                 yield f"{module.__name__}.{name}", function
 
 
-STAND_INS = {
-    "model": MODEL,
-    "params": PARAMS,
-    "grads": PARAMS,
-    "shards": PARAMS,
-    "batch": X,
-    "order": 1,
-    "optimizer_class": torch.optim.AdamW,
-}
+STAND_INS = {"model": MODEL, "batch": X, "order": 1, "optimizer_class": torch.optim.AdamW}
+STAND_INS |= dict.fromkeys(("params", "grads", "shards"), PARAMS)
 
 
 @pytest.mark.parametrize("name", dict(functions_of_specs()))
@@ -318,21 +305,15 @@ def test_inference_mode(name: str) -> None:
         BY_AUTOGRAD[name]({key: x.clone() for key, x in params.items()})
 
 
-class Scored(nn.Module):
+def score(self: Any, ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
     """As models of transformers are called: ids and labels, of which the loss is None without labels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 5)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
-        logits = self.table(ids)
-        return SimpleNamespace(logits=logits, loss=None if labels is None else F.cross_entropy(logits, labels))
+    logits = self.table(ids)
+    return SimpleNamespace(logits=logits, loss=None if labels is None else F.cross_entropy(logits, labels))
 
 
 def scored(**batch: torch.Tensor) -> Callable[[Callable[[SimpleNamespace], Any]], Any]:
     """A gradient of what a function takes of the output."""
-    model = Scored()
+    model = module_class("Scored", lambda: {"table": nn.Embedding(5, 5)}, score)()
     spec = fs.policies.whole()(model).on({"shard": 1})
     return lambda take: fs.grad(lambda p: take(fs.functional_call(model, p, (), batch, spec=spec)))(fs.shard(model, spec))
 

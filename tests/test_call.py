@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from depth import at_most, pairs
-from models import EXACT, Architecture, assert_mean_gradients, module_class, unchanged
+from models import EXACT, Architecture, assert_mean_gradients, module_class, unchanged, with_forward
 from parity import GRADIENTS
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -121,29 +121,24 @@ def test_copies_of_modules_made_in_forward(rank: int) -> None:
 def test_generators(rank: int) -> None:
     """One that the model consumes itself is right, though it runs after its unit was left; a result is not (test_freed.py)."""
 
-    class Steps(Pair):
-        def forward(self, x: Tensor) -> Iterator[Tensor]:
-            yield self.a(x)
-            yield self.b(x) * self.scale
+    def steps(self: Any, x: Tensor) -> Iterator[Tensor]:
+        yield self.a(x)
+        yield self.b(x) * self.scale
 
-    Model = module_class("Model", lambda: {"steps": Steps(), "last": linear()}, lambda self, x: self.last(sum(self.steps(x))))
-
-    right(rank, Model())
+    parts = {"steps": with_forward(Pair, steps)(), "last": linear()}
+    right(rank, module_class("Model", lambda: parts, lambda self, x: self.last(sum(self.steps(x))))())
 
 
-class Force(Pair):
+def force(self: Any, x: Tensor) -> Tensor:
     """A vmap over a submodule and a gradient by the input (a score, a force) inside forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        each = torch.vmap(self.a)(x)
-        force = torch.func.grad(lambda x: torch.tanh(self.b(self.a(x))).sum())(x)
-        return self.b(each) + force * self.scale
+    each = torch.vmap(self.a)(x)
+    return self.b(each) + torch.func.grad(lambda x: torch.tanh(self.b(self.a(x))).sum())(x) * self.scale
 
 
 @real_ranks(2)
 def test_transforms_inside_forward(rank: int) -> None:
     """Right where no buffer is freed for backward; else the clear error that says so (torch: no saved-tensor hooks)."""
-    made = Architecture(Force(), {"x": xs()}, lambda call, batch: squared(call(batch["x"])), ())
+    made = Architecture(with_forward(Pair, force)(), {"x": xs()}, lambda call, batch: squared(call(batch["x"])), ())
     assert_mean_gradients(made, rank, {"kept": fs.policies.always(fs.P("shard", reshard=False))})
     model, spec, params, x = setting(rank, made.model)
     for by in (fs.grad, torch.func.grad):
@@ -178,17 +173,15 @@ class MuteError(RuntimeError):
 @real_ranks(2)
 def test_an_error_of_forward_whose_message_cannot_be_read(rank: int) -> None:
     """It comes out as it is: where errors are looked through for torch's words, and told to the other ranks."""
-
     failing = [0, 1]
 
-    class Model(Pair):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            if rank in failing:
-                raise MuteError
-            return y
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = Pair.forward(self, x)
+        if rank in failing:
+            raise MuteError
+        return y
 
-    model, spec, params, x = setting(rank, Model())
+    model, spec, params, x = setting(rank, with_forward(Pair, forward)())
 
     def loss(params: fs.Params) -> Tensor:
         return squared(fs.functional_call(model, params, x, spec=spec))
@@ -269,24 +262,22 @@ class Arguments(torch.autograd.Function):
         return dx, None, None, *dparams
 
 
-class Net(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.inp, self.f = kind, nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.inp(x)
-        if self.kind == "reversible":
-            h = Reversible.apply(h, [self.f])
-        elif self.kind == "implicit":
-            h = Implicit.apply(h, self.f)
-        else:
-            params = dict(self.f.named_parameters())
-            h = Arguments.apply(h, self.f, [*params], *params.values())
-        return {"out": h}
+def run_in_backward(self: Any, x: Tensor) -> Any:
+    h = self.inp(x)
+    if self.kind == "reversible":
+        return {"out": Reversible.apply(h, [self.f])}
+    if self.kind == "implicit":
+        return {"out": Implicit.apply(h, self.f)}
+    params = dict(self.f.named_parameters())
+    return {"out": Arguments.apply(h, self.f, [*params], *params.values())}
 
 
-def build(kind: str) -> tuple[Net, Tensor]:
+Net = module_class(
+    "Net", lambda kind: {"kind": kind, "inp": nn.Linear(3, 3), "f": nn.Sequential(nn.Linear(3, 3), nn.Tanh())}, run_in_backward
+)
+
+
+def build(kind: str) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     return Net(kind).double(), torch.randn(2, 3, dtype=torch.float64)
 
@@ -296,10 +287,8 @@ def refused(kind: str, policy: str, way: str, *, skeleton: bool = False) -> None
     spec = POLICIES[policy](model)
     params = fs.shard(model, spec)
     called = fs.skeleton(model) if skeleton else model
-    with (
-        unchanged(model),
-        pytest.raises(RuntimeError, match=r"'f\.0' runs in backward, after its functional_call, and would read"),
-    ):
+    words = r"'f\.0' runs in backward, after its functional_call, and would read"
+    with unchanged(model), pytest.raises(RuntimeError, match=words):
         GRADIENTS[way](lambda p: fs.functional_call(called, p, x, spec=spec)["out"].square().mean())(params)
     assert all(p.grad is None for p in model.parameters())
     gc.collect()
@@ -321,10 +310,12 @@ def test_modules_that_run_in_backward_are_refused(kind: str, policy: str, way: s
 def test_on_two_ranks_they_are_refused_or_arguments(rank: int) -> None:
     """Refused on every rank, which may go on; as arguments right."""
     refused("reversible", "layers", "fs")
-    parameters_as_arguments("layers")
+    test_parameters_as_arguments_are_right("layers")
 
 
-def parameters_as_arguments(policy: str) -> None:
+@pytest.mark.parametrize("policy", [name for name in POLICIES if "remat" not in name])
+def test_parameters_as_arguments_are_right(policy: str) -> None:
+    """What the error says to write: the Function takes the parameters, and its backward torch.func.functional_call."""
     model, x = build("arguments")
     model(x)["out"].square().mean().backward()
     want = {name: p.grad for name, p in model.named_parameters()}
@@ -336,21 +327,14 @@ def parameters_as_arguments(policy: str) -> None:
         torch.testing.assert_close(fs.unshard(grads, spec), want, **EXACT)
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if "remat" not in name])
-def test_parameters_as_arguments_are_right(policy: str) -> None:
-    """What the error says to write: the Function takes the parameters, and its backward torch.func.functional_call."""
-    parameters_as_arguments(policy)
-
-
 def test_the_models_own_parameters_may_be_given() -> None:
     """Then a module that runs in backward reads what was given."""
     model, x = build("reversible")
     model(x)["out"].square().mean().backward()
     want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    fs.functional_call(model, dict(model.named_parameters()), x, spec=fs.by_type(nn.Linear)(model))[
-        "out"
-    ].square().mean().backward()
+    out = fs.functional_call(model, dict(model.named_parameters()), x, spec=fs.by_type(nn.Linear)(model))["out"]
+    out.square().mean().backward()
     torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, want, **EXACT)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections import OrderedDict, UserDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from depth import every
 from hypothesis import given
 from hypothesis import strategies as st
-from models import refused, unchanged
+from models import module_class, refused, unchanged
 from parity import WAYS
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
@@ -35,23 +35,9 @@ MAYBE = st.none() | FLOATS
 
 
 # --- trees ---
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@dataclasses.dataclass
-class Data:
-    first: Any
-    second: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    first: Any
-    second: Any
-
-
+FIELDS = ["first", "second"]
+Pair = namedtuple("Pair", FIELDS)
+Data, Frozen = dataclasses.make_dataclass("Data", FIELDS), dataclasses.make_dataclass("Frozen", FIELDS, frozen=True)
 TENSORS = st.builds(
     lambda dtype, seed: (torch.arange(-2, 4) * 1.37 * (seed + 1)).to(dtype),
     st.sampled_from([F16, BF16, F32, F64, torch.int64, torch.uint8, torch.bool, torch.complex64]),
@@ -194,24 +180,27 @@ def test_cast_back_is_exact_where_unchanged(original: torch.dtype, low: torch.dt
     assert torch.equal(before.isnan(), torch.tensor(SPECIAL).isnan())
 
 
-class Counting(nn.Module):
-    """A linear layer between buffers: one that changes in a place, one that is read, one that counts, one set anew."""
+def count(self: Any, x: Tensor) -> Tensor:
+    self.seen.extend((self.running.dtype, self.table.dtype, self.count.dtype, self.mask.dtype))
+    with torch.no_grad():
+        self.running[1] += 1
+        self.count += 1
+    return (self.weight * x * self.table.to(x.dtype) * self.mask).sum()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3) / 3)
-        self.register_buffer("running", torch.ones(3) / 3)
-        self.register_buffer("table", torch.arange(3) / 7)
-        self.register_buffer("count", torch.tensor(2**40 + 1))
-        self.register_buffer("mask", torch.tensor([True, False, True]))
-        self.seen: list[torch.dtype] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.extend((self.running.dtype, self.table.dtype, self.count.dtype, self.mask.dtype))
-        with torch.no_grad():
-            self.running[1] += 1
-            self.count += 1
-        return (self.weight * x * self.table.to(x.dtype) * self.mask).sum()
+Counting = module_class(
+    "Counting",
+    lambda: {
+        "weight": nn.Parameter(torch.ones(3) / 3),
+        "running": nn.Buffer(torch.ones(3) / 3),
+        "table": nn.Buffer(torch.arange(3) / 7),
+        "count": nn.Buffer(torch.tensor(2**40 + 1)),
+        "seen": [],
+        "mask": nn.Buffer(torch.tensor([True, False, True])),
+    },
+    count,
+)
+"""A linear layer between buffers: one that changes in a place, one that is read, one that counts, one of booleans."""
 
 
 @every(remat=[False, True], way=["fs", "backward"], buffer=[None, BF16, F16, F64])
@@ -251,25 +240,18 @@ def test_buffers_of_a_unit_of_its_own() -> None:
     assert {b.dtype for name, b in buffers.items() if "running" in name} == {F32}
 
 
-class Setting(nn.Module):
-    """Forward puts tensors of other dtypes and shapes into its buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.register_buffer("whole", torch.zeros(2, dtype=torch.int64))
-        self.register_buffer("cache", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.whole = self.whole + 0.5
-        self.cache = torch.cat([self.cache, x.to(self.cache.dtype)])
-        return self.weight.sum()
+def set_buffers(self: Any, x: Tensor) -> Tensor:
+    """Puts tensors of other dtypes and shapes into its buffers."""
+    self.whole = self.whole + 0.5
+    self.cache = torch.cat([self.cache, x.to(self.cache.dtype)])
+    return self.weight.sum()
 
 
 @pytest.mark.parametrize("precision", [None, Precision(), Precision(param=BF16), Precision(buffer=BF16)], ids=str)
 def test_buffers_that_are_not_cast_are_what_forward_left(precision: Precision | None) -> None:
     """One that grows comes back in its dtype if it was cast; integers become what forward sets."""
-    model = Setting()
+    parts = {"whole": nn.Buffer(torch.zeros(2, dtype=torch.int64)), "cache": nn.Buffer(torch.zeros(2))}
+    model = module_class("Setting", lambda: parts | {"weight": nn.Parameter(torch.ones(2))}, set_buffers)()
     spec = fs.policies.whole(P(precision=precision))(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     fs.functional_call(model, fs.shard(model, spec), (torch.full((1,), 1 / 3, dtype=F64),), spec=spec, buffers=buffers)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from depth import at_most, depth, each, seldom
 from models import refused
-from ranks import Pool, at_rank
+from ranks import Pool, at_rank, real_ranks
 from test_compile import IMPORT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -91,10 +91,10 @@ def run_steps(
     return params, state
 
 
-def check_run(spec: fs.PartitionSpec, params: fs.Params, state: Any, steps: int, **tolerance: Any) -> None:
+def check_run(spec: fs.PartitionSpec, params: fs.Params, state: Any, steps: int) -> None:
     expected, average = by_hand(steps)
-    assert_close(fs.unshard(params, spec), expected, **tolerance)
-    assert_close(fs.unshard(state.inner.average, spec), average, **tolerance)
+    assert_close(fs.unshard(params, spec), expected)
+    assert_close(fs.unshard(state.inner.average, spec), average)
     assert (state.total, state.consecutive) == (1, 0)
     assert state.inner.inner.inner[1].step == (steps - 1) // 2
 
@@ -118,9 +118,8 @@ def on_real_ranks(rank: int, shape: tuple[int, int], path: Path | None = None) -
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     given: list[dict[str, Any]] = [{}, {"donate": True}, {"rule": True}]
     for policy, options in depth([*zip(POLICIES.values(), given, strict=True)], [*product(POLICIES.values(), given)]):
-        tolerance: dict[str, Any] = {}
         spec = policy(MODEL).on(mesh)
-        check_run(spec, *run_steps(spec, rank, 6, **options), 6, **tolerance)
+        check_run(spec, *run_steps(spec, rank, 6, **options), 6)
     if path is not None:
         spec = fs.by_path({"0": P("shard"), "1": P()})(MODEL).on(mesh)
         params, state = run_steps(spec, rank, 4)
@@ -228,8 +227,10 @@ def test_a_plan_counts_the_states() -> None:
 
 
 # --- apply_if_finite ---
-def skipped(rank: int, value: float, optimizer: str) -> tuple[list[str], list[int]]:
-    """A step after two finite ones whose gradient has such a value on rank 1; what was logged, and counted."""
+@pytest.mark.parametrize(("value", "optimizer"), [(math.nan, "donated"), (math.inf, "fused"), (-math.inf, "muon")])
+@real_ranks(2)
+def test_a_step_is_skipped_on_all_ranks(rank: int, value: float, optimizer: str) -> None:
+    """Bit for bit, in the same memory; counted and logged; too many in a row are an error on every rank."""
     spec = fs.by_path({"0": P("shard"), "1": P()})(MODEL).bound
     made: Any = {
         "donated": lambda: optim.from_torch(torch.optim.AdamW, spec=spec, donate=True),
@@ -265,22 +266,14 @@ def skipped(rank: int, value: float, optimizer: str) -> tuple[list[str], list[in
         assert_close((params, state.inner), before, rtol=0, atol=0)
         params, state = update(fs.shard(GRADS[3], spec), state, params)
         assert not torch.equal(params["0"], before[0]["0"])
-        return messages, [*counts, int(state.consecutive), int(state.total)]
+        assert [*counts, int(state.consecutive), int(state.total)] == [1, 1, 2, 2, 0, 2]
+        where = "in units ['0']" if rank else "on another rank"
+        assert [m for m in messages if m.startswith("apply_if_finite")] == [
+            f"apply_if_finite: a step is skipped, {n} in a row, {n} in all: gradients are not finite {where}" for n in (1, 2)
+        ]
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-
-
-@pytest.mark.parametrize(("value", "optimizer"), [(math.nan, "donated"), (math.inf, "fused"), (-math.inf, "muon")])
-def test_a_step_is_skipped_on_all_ranks(value: float, optimizer: str, gloo2: Pool) -> None:
-    """Bit for bit, in the same memory; counted and logged; too many in a row are an error on every rank."""
-    for rank, (messages, counts) in enumerate(gloo2.run(skipped, value, optimizer)):
-        assert counts == [1, 1, 2, 2, 0, 2]
-        where = "in units ['0']" if rank else "on another rank"
-        said = [m for m in messages if m.startswith("apply_if_finite")]
-        assert said == [
-            f"apply_if_finite: a step is skipped, {n} in a row, {n} in all: gradients are not finite {where}" for n in (1, 2)
-        ]
 
 
 def test_bfloat16_and_padding() -> None:

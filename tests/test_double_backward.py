@@ -58,12 +58,6 @@ def plain(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> Callable[[Tenso
     return lambda x: list(torch.autograd.grad(loss(model(x)), list(model.parameters())))
 
 
-def close(got: fs.Params, expected: fs.Params) -> None:
-    assert got.keys() == expected.keys()
-    for key, value in expected.items():
-        assert_close(got[key], value, **CLOSE, msg=lambda m, key=key: f"'{key}': {m}")
-
-
 def grads_of(params: fs.Params) -> fs.Params:
     return {k: p.grad for k, p in params.items()}
 
@@ -86,11 +80,11 @@ def test_create_graph(rank: int) -> None:
         warnings.filterwarnings("ignore", "Using backward.. with create_graph=True", UserWarning)
         loss.backward(create_graph=True)
     first = grads_of(params)
-    close({k: g.detach() for k, g in first.items()}, mean(plain(model, squared), model, spec))
+    assert_close({k: g.detach() for k, g in first.items()}, mean(plain(model, squared), model, spec), **CLOSE)
     second = torch.autograd.grad(sum((g * v[k]).sum() for k, g in first.items()), list(params.values()))
     for p in params.values():
         p.grad = None  # a leaf and the graph of its gradient hold each other
-    close(dict(zip(params, second, strict=True)), mean(plain_hvp, model, spec))
+    assert_close(dict(zip(params, second, strict=True)), mean(plain_hvp, model, spec), **CLOSE)
 
 
 @real_ranks(2)
@@ -102,10 +96,10 @@ def test_two_losses(rank: int) -> None:
     other = lambda out: out.exp().sum()  # noqa: E731
     each = [mean(plain(model, loss), model, spec) for loss in (squared, other)]
     alone = torch.autograd.grad(other(out), list(params.values()), retain_graph=True)
-    close(dict(zip(params, alone, strict=True)), each[1])
+    assert_close(dict(zip(params, alone, strict=True)), each[1], **CLOSE)
     squared(out).backward(retain_graph=True)
     other(out).backward()
-    close(grads_of(params), {k: each[0][k] + each[1][k] for k in params})
+    assert_close(grads_of(params), {k: each[0][k] + each[1][k] for k in params}, **CLOSE)
 
 
 @real_ranks(2)
@@ -121,7 +115,7 @@ def test_shard_changed_before_backward(rank: int) -> None:
             params[changed].add_(1)
         if changed != "1":  # backward does not read the weight of the first layer, and has kept that of the last
             loss.backward()
-            close(grads_of(params), expected)
+            assert_close(grads_of(params), expected, **CLOSE)
             continue
         with pytest.raises(RuntimeError, match=rf"shard of unit '{changed}' was modified in place.*expected version \d+, got"):
             loss.backward()
@@ -158,4 +152,4 @@ def test_autocast(rank: int) -> None:
         expected = mean(lambda x: list(torch.autograd.grad(squared(cast(x, model)), parameters)), model, spec)
         for k, g in expected.items():
             assert params[k].grad.dtype == torch.float32
-            assert_close(params[k].grad, g, msg=lambda m, k=k: f"'{k}': {m}")
+            assert_close(params[k].grad, g)

@@ -14,7 +14,7 @@ from cases import same
 from collective_log import world
 from depth import at_most, every, mark_seldom
 from models import refused
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from test_memory import Peak
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -71,11 +71,15 @@ def values(model: nn.Module) -> Params:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def pool_of(mesh: str, gloo2: Pool, gloo4: Pool) -> Pool:
-    return gloo2 if MESHES[mesh][0] == 2 else gloo4
+def ranks_of(mesh: str) -> int:
+    return MESHES[mesh][0]
 
 
-def round_trip(rank: int, mesh: str, src: int) -> None:
+@at_most(1)
+@pytest.mark.parametrize("mesh", mark_seldom(sorted(MESHES), *sorted(MESHES)[::2]))
+@real_ranks(ranks_of)
+def test_full_parameters_leave_and_enter(rank: int, mesh: str) -> None:
+    """C1, C4, C5, C6, C10: full values, shapes and dtypes on every mesh, on all ranks or the first; written back from any."""
     model = net()
     spec, full = bound(mesh, model), values(model)
     shards = fs.shard(model, spec)
@@ -85,22 +89,15 @@ def round_trip(rank: int, mesh: str, src: int) -> None:
         same(fs.unshard(shards, spec, offload_to_cpu=offload), full)
         same(fs.unshard(shards, spec, rank0_only=True, offload_to_cpu=offload), full if rank == 0 else {})
     same(dict(sorted(fs.unshard(shards, spec).items())), dict(sorted(full.items())))
-    edited = {name: tensor * 3 - 1 for name, tensor in full.items()}
-    before = {name: tensor.clone() for name, tensor in edited.items()}
-    written = fs.shard(edited if rank == src else None, spec, src=src)
-    same(written, fs.shard(before, spec, rank=rank))
-    for tensor in (*written.values(), *fs.unshard(shards, spec).values()):
-        tensor.zero_()
-    same(shards, kept)  # L8: what came back was a copy, on the source as well
-    same(edited, before)
-
-
-@at_most(1)
-@pytest.mark.parametrize("mesh", mark_seldom(sorted(MESHES), *sorted(MESHES)[::2]))
-def test_full_parameters_leave_and_enter(mesh: str, gloo2: Pool, gloo4: Pool) -> None:
-    """C1, C4, C5, C6, C10: full values, shapes and dtypes on every mesh, on all ranks or the first; written back from any."""
     for src in (0, MESHES[mesh][0] - 1):
-        pool_of(mesh, gloo2, gloo4).run(round_trip, mesh, src)
+        edited = {name: tensor * 3 - 1 for name, tensor in full.items()}
+        before = {name: tensor.clone() for name, tensor in edited.items()}
+        written = fs.shard(edited if rank == src else None, spec, src=src)
+        same(written, fs.shard(before, spec, rank=rank))
+        for tensor in (*written.values(), *fs.unshard(shards, spec).values()):
+            tensor.zero_()
+        same(shards, kept)  # L8: what came back was a copy, on the source as well
+        same(edited, before)
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])
@@ -144,7 +141,10 @@ def test_unshard_params_recurse(rank: int) -> None:
         assert {n: t.numel() for n, t in fs.unshard(shards, spec, units=units).items()} == numels
 
 
-def gradients(rank: int, mesh: str) -> Params:
+@pytest.mark.parametrize("mesh", ["fsdp", "ddp", "hsdp", "both axes"])
+@real_ranks(ranks_of)
+def test_with_grads(rank: int, mesh: str) -> None:
+    """C7: gradients are gathered like parameters and equal DDP's; edits of them are written back the same way."""
     model = net()
     spec = bound(mesh, model)
     x = torch.randint(-2, 3, (4, 3)).float() + rank
@@ -162,14 +162,7 @@ def gradients(rank: int, mesh: str) -> Params:
     torch.testing.assert_close(full, {name: expected[name] for name in full}, rtol=1e-5, atol=1e-5)
     assert full.keys() == expected.keys()
     assert not full["half.weight"].any()  # unused in forward: zeros, where torch has None
-    return {name: tensor.abs().sum() for name, tensor in full.items()}
-
-
-@pytest.mark.parametrize("mesh", ["fsdp", "ddp", "hsdp", "both axes"])
-def test_with_grads(mesh: str, gloo2: Pool, gloo4: Pool) -> None:
-    """C7: gradients are gathered like parameters and equal DDP's; edits of them are written back the same way."""
-    for sums in pool_of(mesh, gloo2, gloo4).run(gradients, mesh):
-        assert sums["inner.0.weight"] > 0
+    assert full["inner.0.weight"].any()
 
 
 @real_ranks(2)
@@ -198,7 +191,7 @@ def test_unshard_inside_forward_and_nested(rank: int) -> None:
 
 @real_ranks(2)
 def test_apply_to_the_full_parameters_equals_apply_to_the_model(rank: int) -> None:
-    """module.apply(init) is sharding the initialised full parameters of one rank."""
+    """module.apply(init) is sharding the initialised full parameters of one rank, None on the others."""
     model, twin = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     spec = fs.by_type(nn.Linear)(model).bound
     full = fs.unshard(fs.shard(model, spec), spec, rank0_only=True)
@@ -206,6 +199,10 @@ def test_apply_to_the_full_parameters_equals_apply_to_the_model(rank: int) -> No
         nn.init.constant_(tensor, 5)
     twin.apply(lambda m: [nn.init.constant_(p, 5) for p in m.parameters(recurse=False)])
     same(fs.shard(full or None, spec, src=0), fs.shard(twin, spec))
+    model = nn.Sequential(nn.ReLU())  # without parameters
+    spec = fs.policies.whole()(model)
+    full = fs.unshard(fs.shard(model, spec), spec, rank0_only=True)
+    assert fs.shard(full or None, spec, src=0) == {}
 
 
 def parts(mesh: str, unit: int) -> tuple[int, int, int]:
@@ -262,15 +259,6 @@ def test_the_models_own_order() -> None:
             torch.func.jvp(lambda p: sum(x.sum() for x in p.values()), (named,), (full,))
 
 
-@real_ranks(2)
-def test_a_model_without_parameters(rank: int) -> None:
-    """``shard(full or None, src=0)`` gives rank 0 None there: nothing comes back."""
-    model = nn.Sequential(nn.ReLU())
-    spec = fs.policies.whole()(model)
-    full = fs.unshard(fs.shard(model, spec), spec, rank0_only=True)
-    assert fs.shard(full or None, spec, src=0) == {}
-
-
 # --- one by one, in the memory of two buckets ---
 BUCKETS = (1, 200, "1GB")
 ON_ONE = fs.policies.always()(net()).on({"shard": 1})
@@ -287,7 +275,10 @@ def cast(full: Params, dtype: torch.dtype) -> Params:
     return {name: tensor.to(dtype) for name, tensor in full.items()}
 
 
-def as_gathered(rank: int, mesh: str) -> None:
+@pytest.mark.parametrize("mesh", mark_seldom(sorted(MESHES), "both axes, turned", "ddp", "fsdp"))
+@real_ranks(ranks_of)
+def test_the_stream_is_unshard(rank: int, mesh: str) -> None:
+    """Bitwise, on every mesh, for small and large buckets; a cast before the wire or after it is that of the parameters."""
     model = net()
     spec, full = bound(mesh, model), values(model)
     shards = fs.shard(model, spec)
@@ -301,12 +292,6 @@ def as_gathered(rank: int, mesh: str) -> None:
     for _, tensor in kept:
         tensor.zero_()
     same(fs.unshard(shards, spec), full)  # and is not the shards
-
-
-@pytest.mark.parametrize("mesh", mark_seldom(sorted(MESHES), "both axes, turned", "ddp", "fsdp"))
-def test_the_stream_is_unshard(mesh: str, gloo2: Pool, gloo4: Pool) -> None:
-    """Bitwise, on every mesh, for small and large buckets; a cast before the wire or after it is that of the parameters."""
-    pool_of(mesh, gloo2, gloo4).run(as_gathered, mesh)
 
 
 def test_the_order_of_names() -> None:

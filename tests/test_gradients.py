@@ -32,7 +32,7 @@ from gradient_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import refused
+from models import refused, with_forward
 from ranks import Pool, real_ranks
 from strategies import integers_like, meshes, modules, policies
 from torch import Tensor, nn
@@ -427,14 +427,9 @@ def test_a_weighted_loss_is_reduced_in_backward(rank: int) -> None:
         torch.testing.assert_close(grads, expected, rtol=1e-6, atol=1e-7)
 
 
-class Total(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).sum()
-
-
 def test_history_in_float32() -> None:
     """What is accumulated as you say: 256 + 1 - 256 is 1 in float32, and 0 where it is added up in bfloat16."""
-    model = Total(1, 1, bias=False)
+    model = with_forward(nn.Linear, lambda self, x: nn.Linear.forward(self, x).sum())(1, 1, bias=False)
     spec = fs.policies.whole(P("shard", align=1, precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32)))(model)
 
     def run(mesh: fs.collectives.Mesh, *steps: Tensor) -> Tensor:
@@ -476,6 +471,10 @@ def test_what_is_wrong_is_said_before_anything_is_sent() -> None:
                 fs.reduce_grads({"0.weight": full["0.weight"]}, spec)
             with pytest.raises(ValueError, match="unit 'nowhere' is not in the spec"):
                 fs.reduce_grads({**full, "nowhere": full["0.bias"]}, spec)
+            # a weight is a share of all ranks' weights: a sum over some axes, or another division, would be no mean
+            for others in ({"reduce": "sum"}, {"reduce_axes": ("shard",)}):
+                with pytest.raises(ValueError, match=r"reduce_grads: expected weight= alone, got reduce="):
+                    fs.reduce_grads(full, spec, weight=1, **others)
         assert not log.all
 
 
@@ -485,12 +484,3 @@ def test_some_units_only() -> None:
     spec = fs.by_type(nn.Linear)(model).on({"shard": 1})
     full = {name: t.detach() for name, t in model[1].named_parameters(prefix="1")}
     assert list(fs.reduce_grads(full, spec)) == ["1"]
-
-
-@pytest.mark.parametrize("others", [{"reduce": "sum"}, {"reduce_axes": ("shard",)}], ids=str)
-def test_a_weight_stands_alone(others: dict[str, Any]) -> None:
-    """It is a share of all ranks' weights: a sum over some axes, or another division, would be no mean."""
-    model = torch.nn.Linear(2, 1)
-    spec = fs.policies.whole()(model).on({"shard": 1})
-    with pytest.raises(ValueError, match=r"reduce_grads: expected weight= alone, got reduce="):
-        fs.reduce_grads(dict(model.named_parameters()), spec, weight=1, **others)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, each, every, pairs, some
-from models import refused
+from models import module_class, refused
 from parity import shards_of
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -46,13 +46,9 @@ class Cube(torch.autograd.Function):
         return gradient * 3 * x**2
 
 
-class Block(nn.Module):
-    def __init__(self, cube: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.cube = nn.Linear(4, 4), cube
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.cube(torch.tanh(self.linear(x)))
+Block = module_class(
+    "Block", lambda cube: {"linear": nn.Linear(4, 4), "cube": cube}, lambda self, x: x + self.cube(torch.tanh(self.linear(x)))
+)
 
 
 def network(cube: Callable[[Tensor], Tensor] = Cube.apply) -> nn.Sequential:
@@ -196,14 +192,12 @@ def test_forward_is_as_it_is_asked_for() -> None:
     assert find_hint(error.value) == ""
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+def attend(self: Any, x: Tensor) -> Tensor:
+    q = self.linear(x)[None, None]
+    return F.scaled_dot_product_attention(q, q, q)[0, 0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.linear(x)[None, None]
-        return F.scaled_dot_product_attention(q, q, q)[0, 0]
+
+Attention = module_class("Attention", lambda: {"linear": nn.Linear(4, 4)}, attend)
 
 
 def text(error: BaseException) -> str:
@@ -353,16 +347,9 @@ doubled.register_autograd(lambda ctx, grad: 2 * grad)
 @pytest.mark.parametrize(("f", "name"), [(Squared.apply, "Squared"), (doubled, "funshard_tests_doubled")], ids=["old", "op"])
 def test_a_function_that_torch_func_does_not_take_is_named(f: Callable[[Tensor], Tensor], name: str) -> None:
     """And the way out works: double backward in plain autograd."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return f(self.linear(x)).square().sum()
-
-    model, x = Model().double(), torch.randn(4, 3).double()
+    parts = {"linear": nn.Linear(3, 3)}
+    model = module_class("Model", lambda: parts, lambda self, x: f(self.linear(x)).square().sum())().double()
+    x = torch.randn(4, 3).double()
     spec, params = shards_of(fs.by_type(nn.Linear), model)
     loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec)  # noqa: E731
     by_sample = functools.partial(fs.per_sample_grads, loss, params, (x,), spec=spec)

@@ -15,7 +15,7 @@ from depth import at_most, depth, each, mark_seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import refused
+from models import module_class, refused
 from parity import numbers, shards_of
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
@@ -140,32 +140,20 @@ def test_units_used_otherwise(rank: int, how: str, remat: bool) -> None:
         told.clear()
 
 
-class WithoutGradient(nn.Module):
-    """A module that runs twice, and one that runs once: of each, backward does not come to a run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.twice, self.unused, self.last = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        out = self.twice(h)
-        out = out + self.twice(h).detach()
-        self.unused(h)
-        return self.last(out)
-
-
-def test_an_optimizer_instead_of_its_update_is_refused() -> None:
-    model = MLP(3)
-    (spec, params), sgd = shards_of(fs.policies.whole(), model), fs.optim.from_torch(torch.optim.SGD, lr=0.1)
-    with pytest.raises(TypeError, match=r"update: expected the second of \(init, update\), got Optimizer"):
-        fs.update_in_backward(sgd, lambda p, x: x.sum(), params, sgd.init(params), [torch.ones(3)], spec=spec)  # type: ignore[arg-type]
+def without_gradient(self: Any, x: Tensor) -> Tensor:
+    """A module runs twice, and one once: of each, backward does not come to a run."""
+    h = self.first(x)
+    out = self.twice(h)
+    out = out + self.twice(h).detach()
+    self.unused(h)
+    return self.last(out)
 
 
 @real_ranks(2)
 def test_recomputed_runs_without_gradient(rank: int) -> None:
     """A unit is updated when its gradient is reduced, although the loss does not depend on its last run."""
-    model = WithoutGradient()
+    names = ("first", "twice", "unused", "last")
+    model = module_class("M", lambda: {name: nn.Linear(3, 3, dtype=torch.float64) for name in names}, without_gradient)()
     group = fs.policies.by_group(["twice", "unused"], p=P("shard", remat=True))
     for units in (fs.by_type(nn.Linear, p=P("shard", remat=True)), fs.policies.override(fs.by_type(nn.Linear), group)):
         spec = units(model).bound
@@ -264,6 +252,7 @@ def test_errors() -> None:
         ({"state": [1]}, TypeError, "state: expected a dict by unit key, got list"),
         ({"update": lambda *_: ({}, {})}, ValueError, "unit '': expected the update to return a new param"),
         ({"update": lambda grads, state, params: (params, None)}, ValueError, "to return a new state for it, got None"),
+        ({"update": fs.optim.sgd(0.1)}, TypeError, r"update: expected the second of \(init, update\), got Optimizer"),
         ({"weights": [1, 2]}, ValueError, "expected a weight for each of 1 micro-batches, got 2"),
         (
             {"max_norm": -1.0, "clip": "previous"},

@@ -88,10 +88,8 @@ def test_l3_padding_is_in_no_view(case: Case) -> None:
     same(fs.flatten(fs.unflatten(bad, case.spec), case.spec), buffers)
     for rank in case.ranks:
         shards = fs.shard(case.full, case.spec, rank=rank)
-        same(
-            fs.param_views(poisoned(shards, case.spec, rank), case.spec, rank=rank),
-            fs.param_views(shards, case.spec, rank=rank),
-        )
+        seen = fs.param_views(poisoned(shards, case.spec, rank), case.spec, rank=rank)
+        same(seen, fs.param_views(shards, case.spec, rank=rank))
 
 
 @pytest.mark.parametrize("numel", [30, 32])
@@ -124,9 +122,8 @@ def test_l9_parameters_and_slices_start_on_16_bytes(
         return fs.by_path(chosen)(model).on(case.sizes)
 
     spec = spec_with(fs.Precision(param=param, reduce=reduce))
-    assert [(u.parts, spec.padded_numel(u)) for u in spec] == [
-        (u.parts, s.padded_numel(u)) for s in [spec_with(None)] for u in s
-    ]
+    plain = spec_with(None)
+    assert [(u.parts, spec.padded_numel(u)) for u in spec] == [(u.parts, plain.padded_numel(u)) for u in plain]
     for unit in spec:
         kinds = (torch.float32, torch.bfloat16) if unit.dtype == torch.float32 else (unit.dtype,)
         for kind in kinds:
@@ -173,29 +170,25 @@ def test_unflatten_is_one_node(p: P) -> None:
     assert [node.name() for node in nodes if node] == ["SplitWithSizesBackward0"]
 
 
-class Odd(nn.Module):
+def odd(dtype: torch.dtype, requires_grad: bool) -> nn.Module:
     """Parameters of every awkward kind, in one module."""
-
-    def __init__(self, dtype: torch.dtype, requires_grad: bool) -> None:
-        super().__init__()
-        values = torch.arange(24).to(dtype)
-        kinds = {
-            "scalar": values[1],
-            "empty": values[:0].view(0, 3),
-            "short": values[:2],
-            "transposed": values.view(4, 6).t(),
-            "channels_last": values.view(1, 2, 3, 4).to(memory_format=torch.channels_last),
-            "strided": values[::2],
-            "expanded": values[1:4, None].expand(3, 2),
-        }
-        for name, value in kinds.items():
-            self.register_parameter(name, nn.Parameter(value, requires_grad=requires_grad))
+    values = torch.arange(24).to(dtype)
+    kinds = {
+        "scalar": values[1],
+        "empty": values[:0].view(0, 3),
+        "short": values[:2],
+        "transposed": values.view(4, 6).t(),
+        "channels_last": values.view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        "strided": values[::2],
+        "expanded": values[1:4, None].expand(3, 2),
+    }
+    return nn.ParameterDict({name: nn.Parameter(value, requires_grad=requires_grad) for name, value in kinds.items()})
 
 
 @every(size=[1, 3, 64], dtype=DTYPES + WHOLE_DTYPES)
 def test_l4_odd_parameters(dtype: torch.dtype, size: int) -> None:
     """Scalars, empty, tiny and non-contiguous parameters of any dtype come back equal; dense strides are kept."""
-    model = Odd(dtype, requires_grad=dtype in DTYPES)
+    model = odd(dtype, requires_grad=dtype in DTYPES)
     spec = fs.policies.whole()(model).on({"shard": size})
     full = {name: p.detach() for name, p in model.named_parameters()}
     shards = each_rank(model, spec)
@@ -210,12 +203,10 @@ def test_l4_odd_parameters(dtype: torch.dtype, size: int) -> None:
 
 def test_l4_one_unit_has_one_dtype_and_one_requires_grad() -> None:
     """A module that mixes them becomes several buffers, with readable keys, and comes back whole (row B9)."""
-    model = nn.Module()
-    for i, dtype in enumerate([torch.float32, torch.bfloat16, torch.int64]):
-        model.register_parameter(
-            f"w{i}", nn.Parameter(torch.full((i + 1,), i + 1).to(dtype), requires_grad=dtype.is_floating_point)
-        )
-    model.register_parameter("b", nn.Parameter(torch.ones(5), requires_grad=False))
+    kinds = enumerate([torch.float32, torch.bfloat16, torch.int64])
+    full = {f"w{i}": torch.full((i + 1,), i + 1).to(dtype) for i, dtype in kinds} | {"b": torch.ones(5)}
+    trained = {name: name != "b" and x.is_floating_point() for name, x in full.items()}
+    model = nn.ParameterDict({name: nn.Parameter(x, requires_grad=trained[name]) for name, x in full.items()})
     spec = fs.policies.whole()(model).on({"shard": 2})
     buffers = fs.flatten(dict(model.named_parameters()), spec)
     assert {key: (buffer.dtype, len(buffer)) for key, buffer in buffers.items()} == {
@@ -340,12 +331,8 @@ def test_a_tree_is_what_the_module_says(model: nn.Module) -> None:
         tensor = model.get_parameter(param.name)
         same = [name for name, p in model.named_parameters(remove_duplicate=False) if p is tensor]
         assert list(param.names) == same
-        assert (param.shape, param.dtype, param.requires_grad, param.numel) == (
-            tuple(tensor.shape),
-            tensor.dtype,
-            tensor.requires_grad,
-            tensor.numel(),
-        )
+        found = param.shape, param.dtype, param.requires_grad, param.numel
+        assert found == (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.numel())
 
 
 @given(MODELS)

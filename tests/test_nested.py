@@ -17,6 +17,7 @@ import torch.autograd.forward_ad as forward_ad
 from collective_log import world
 from depth import at_most, each, every, mark_seldom, seldom
 from models import module_class, refused
+from parity import plain_grad, squared_loss
 from ranks import real_ranks
 from test_memory import Alive, Curved, Peak, no_collector
 from torch import Tensor, nn
@@ -64,11 +65,6 @@ def pulled(f: Loss, p: Tree) -> Tree:
     return pull(torch.full_like(value, 2))[0]
 
 
-def by_autograd(f: Loss, p: Tree) -> fs.Params:
-    leaves = {key: t.detach().requires_grad_() for key, t in p.items()}
-    return dict(zip(leaves, torch.autograd.grad(f(leaves), list(leaves.values())), strict=True))
-
-
 def pushed(f: Callable[[Tree], Any], p: Tree, v: Tree) -> Any:
     return jvp(f, (p,), (v,))[1]
 
@@ -81,14 +77,14 @@ STACKS: dict[str, Callable[[Loss, Tree, Tree], Tree]] = {
     "grad of grad": lambda f, p, v: grad(lambda p: total(grad(f)(p)))(p),
     "grad of grad . v": lambda f, p, v: grad(lambda p: dot(grad(f)(p), v))(p),
     "fs.grad of grad": lambda f, p, v: fs.grad(lambda p: total(grad(f)(p)))(p),
-    "autograd of grad": lambda f, p, v: by_autograd(lambda p: total(grad(f)(p)), p),
+    "autograd of grad": lambda f, p, v: plain_grad(lambda p: total(grad(f)(p)))(p),
     "grad of grad of grad": lambda f, p, v: grad(lambda p: dot(grad(lambda p: total(grad(f)(p)))(p), v))(p),
     "jvp of grad": lambda f, p, v: pushed(grad(f), p, v),
     "grad of jvp": lambda f, p, v: grad(lambda p: pushed(f, p, v))(p),
     "jvp of jvp of grad": lambda f, p, v: pushed(lambda p: pushed(grad(f), p, v), p, v),
     "grad of jvp of grad": lambda f, p, v: grad(lambda p: total(pushed(grad(f), p, v)))(p),
     "grad of a pullback": lambda f, p, v: grad(lambda p: total(pulled(f, p)))(p),
-    "autograd of a pullback": lambda f, p, v: by_autograd(lambda p: total(pulled(f, p)), p),
+    "autograd of a pullback": lambda f, p, v: plain_grad(lambda p: total(pulled(f, p)))(p),
     "jvp of a pullback": lambda f, p, v: pushed(lambda p: pulled(f, p), p, v),
     "pulled back after all": lambda f, p, v: vjp(lambda p: pulled(f, p), p)[1](dict(v))[0],
     "two calls in one": lambda f, p, v: grad(lambda p: total(grad(both(f, p))(p)))(p),
@@ -143,15 +139,12 @@ def test_every_stack_is_exact(rank: int, name: str, p: P) -> None:
         assert_close(got[key], t, rtol=1e-9, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
 
 
-class Rotation(nn.Module):
-    """Complex numbers, which are saved as pairs of real ones and conjugated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn, self.shift = (nn.Parameter(torch.randn(3, dtype=torch.complex128)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.view_as_real(self.turn) * torch.view_as_real(self.shift) * x + (self.turn.conj() * self.shift).abs().sum()
+Rotation = module_class(
+    "Rotation",
+    lambda: {name: nn.Parameter(torch.randn(3, dtype=torch.complex128)) for name in ("turn", "shift")},
+    lambda m, x: torch.view_as_real(m.turn) * torch.view_as_real(m.shift) * x + (m.turn.conj() * m.shift).abs().sum(),
+)
+"""Complex numbers, which are saved as pairs of real ones and conjugated."""
 
 
 @pytest.mark.parametrize("name", ["fs.grad of grad", "jvp of grad"])
@@ -318,8 +311,7 @@ def test_a_backward_inside_of_torch_func_grad(rank: int, p: P) -> None:
     """torch.autograd.grad inside of the function can be differentiated: only the transform's own, the last, keeps less."""
     model, spec, params, x = setting(rank, curved, p)
 
-    def loss(p: fs.Params) -> Tensor:
-        return fs.functional_call(model, p, (x,), spec=spec).square().mean()
+    loss = squared_loss(model, spec, x)
 
     def by_autograd(p: fs.Params) -> Tensor:
         return total(dict(enumerate(torch.autograd.grad(loss(p), list(p.values()), create_graph=True))))
@@ -344,10 +336,7 @@ def test_a_backward_inside_of_torch_func_grad(rank: int, p: P) -> None:
 def test_a_function_whose_backward_differentiates(rank: int) -> None:
     """A node that Python defines keeps what it saves: it may come back to it before the last backward is over."""
     model, spec, params, x = setting(rank, ByItself, P("shard"))
-
-    def loss(p: fs.Params) -> Tensor:
-        return fs.functional_call(model, p, (x,), spec=spec).square().mean()
-
+    loss = squared_loss(model, spec, x)
     expected = fs.grad(loss)(params)
     assert all(g.abs().sum() > 0 for g in expected.values())
     assert_close(grad(loss)(params), expected)

@@ -18,17 +18,9 @@ import funshard as fs
 from funshard import P
 from funshard.optim import global_norm, norms
 
-
-class Tied(nn.Module):
-    """Two layers with one weight, one of few elements, and one that most ranks have nothing of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1, bias=False)
-        self.two.weight = self.one.weight
-
-
-MODEL = Tied().double()
+MODEL = nn.ModuleDict({"one": nn.Linear(5, 5), "two": nn.Linear(5, 5), "last": nn.Linear(5, 1, bias=False)}).double()
+MODEL["two"].weight = MODEL["one"].weight
+"""Two layers with one weight, one of few elements, and one that most ranks have nothing of."""
 POLICIES = {
     "sharded": fs.policies.always(),
     "whole": fs.policies.whole(),

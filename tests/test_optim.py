@@ -87,19 +87,13 @@ def test_derivatives_of_a_clipped_step(policy: str, p: float) -> None:
         steps = clip_by_global_norm(torch.func.grad(model_loss)(params), spec, 0.05, p=p)[0]
         return model_loss({key: param - 0.3 * steps[key] for key, param in params.items()})
 
-    def whole_loss(params: fs.Params) -> Tensor:
-        return torch.func.functional_call(MODEL, params, (INPUT,)).sin().square().mean()
-
-    whole = partial(outer, whole_loss, spec=POLICIES[policy](MODEL).on({"shard": 1}))
+    alone = POLICIES[policy](MODEL).on({"shard": 1})
+    whole = partial(outer, lambda p: torch.func.functional_call(MODEL, p, (INPUT,)).sin().square().mean(), spec=alone)
     expected = torch.func.grad(whole)(full), fs.hvp(whole, full, v)
 
     def rank(mesh: Any, _: Tensor) -> Any:
         spec = POLICIES[policy](MODEL).on(mesh)
-
-        def loss(params: fs.Params) -> Tensor:
-            return fs.functional_call(MODEL, params, (INPUT,), spec=spec).sin().square().mean()
-
-        after = partial(outer, loss, spec=spec)
+        after = partial(outer, lambda p: fs.functional_call(MODEL, p, (INPUT,), spec=spec).sin().square().mean(), spec=spec)
         shards, direction = fs.shard(full, spec), fs.shard(v, spec)
         return tuple(fs.unshard(tree, spec) for tree in (torch.func.grad(after)(shards), fs.hvp(after, shards, direction)))
 
@@ -290,11 +284,9 @@ def test_vdot_is_differentiable(policy: str) -> None:
 def test_vdot_of_full_tensors_some_units_and_nothing() -> None:
     spec = fs.policies.always()(MODEL)
     a, b = fs.shard(GRADIENTS, spec), fs.shard(gradients(1), spec)
-    mixed = [
-        {"0": shards["0"], **{n: g for n, g in full.items() if n[0] != "0"}}
-        for shards, full in ((a, GRADIENTS), (b, gradients(1)))
-    ]
-    assert_close(vdot(mixed[0], mixed[1], spec), dotted(GRADIENTS, gradients(1)))
+    trees = (a, GRADIENTS), (b, gradients(1))
+    mixed = [{"0": shards["0"], **{n: g for n, g in full.items() if n[0] != "0"}} for shards, full in trees]
+    assert_close(vdot(*mixed, spec), dotted(GRADIENTS, gradients(1)))
     assert_close(vdot({"0": a["0"]}, {"0": b["0"]}, spec), a["0"] @ b["0"])
     assert vdot({}, {}, spec) == 0
     low = {"weight": torch.ones(1, 1001, dtype=torch.bfloat16)}

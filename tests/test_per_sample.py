@@ -16,7 +16,7 @@ from cases import owned
 from depth import at_most, depth, every, mark_seldom, seldom, some
 from gradient_cases import Case, cases
 from hypothesis import given
-from models import refused
+from models import module_class, refused
 from ranks import real_ranks
 from test_local import objective, spec_of, whole_params
 from test_memory import Peak, no_collector
@@ -29,13 +29,11 @@ import funshard as fs
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear, self.norm, self.drop = nn.Linear(width, width), nn.LayerNorm(width), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.drop(self.linear(x))))
+Block = module_class(
+    "Block",
+    lambda width: {"linear": nn.Linear(width, width), "norm": nn.LayerNorm(width), "drop": nn.Dropout(0.5)},
+    lambda self, x: x + torch.tanh(self.norm(self.drop(self.linear(x)))),
+)
 
 
 def network() -> nn.Module:
@@ -126,15 +124,9 @@ def test_any_model(case: Case) -> None:
 
     def rank(mesh: Any, x: Tensor) -> tuple[fs.Params, fs.Params]:
         spec = policy(model).on(mesh)
-
-        def f(params: fs.Params, x: Tensor) -> Tensor:
-            return fs.functional_call(model, params, x, spec=spec)
-
-        shards = fs.shard(full, spec)
-        return (
-            fs.per_sample_grads(f, shards, x, spec=spec),
-            fs.per_sample_grads(f, shards, x, spec=spec, clip=2.0, reduce="sum"),
-        )
+        f = functools.partial(fs.functional_call, model, spec=spec)
+        run = functools.partial(fs.per_sample_grads, f, fs.shard(full, spec), x, spec=spec)
+        return run(), run(clip=2.0, reduce="sum")
 
     got, total = fs.testing.spmd(rank, sizes)(xs)
     assert_close({name: g.flatten(0, 1) for name, g in got.items()}, each, **CLOSE)
@@ -202,30 +194,25 @@ def test_dropout_is_the_same_in_both_passes() -> None:
     """A clip that every gradient meets: each has that norm, which it has not if the two passes drop other values."""
     model = network().train()
     spec = fs.policies.always()(model).bound
-    x, y = X[0], Y[0]
-    loss = loss_on(spec, model)
+    run = functools.partial(fs.per_sample_grads, loss_on(spec, model), fs.shard(model, spec), (X[0], Y[0]), spec=spec)
     for randomness in ("same", "different"):
         torch.manual_seed(2)
-        each = fs.per_sample_grads(loss, fs.shard(model, spec), (x, y), spec=spec, randomness=randomness)
+        each = run(randomness=randomness)
         torch.manual_seed(2)
-        got = fs.per_sample_grads(
-            loss, fs.shard(model, spec), (x, y), spec=spec, randomness=randomness, clip=CLIP, reduce="sum"
-        )
+        got = run(randomness=randomness, clip=CLIP, reduce="sum")
         after = torch.rand(3)
         assert_close(got, fs.shard(clipped(each, CLIP), spec), **CLOSE)
         torch.manual_seed(2)
-        fs.per_sample_grads(loss, fs.shard(model, spec), (x, y), spec=spec, randomness=randomness)
+        run(randomness=randomness)
         assert torch.equal(torch.rand(3), after)  # numbers are drawn once
-    refused(RuntimeError, "randomness", lambda: fs.per_sample_grads(loss, fs.shard(model, spec), (x, y), spec=spec))
+    refused(RuntimeError, "randomness", run)
 
 
 def test_chunks_change_nothing() -> None:
     spec = fs.policies.always()(MODEL).bound
-    shards = fs.shard(MODEL, spec)
+    run = functools.partial(fs.per_sample_grads, loss_on(spec), fs.shard(MODEL, spec), (X[0], Y[0]), spec=spec)
     for options in ({}, {"clip": CLIP}):
-        whole = fs.per_sample_grads(loss_on(spec), shards, (X[0], Y[0]), spec=spec, **options)
-        in_chunks = fs.per_sample_grads(loss_on(spec), shards, (X[0], Y[0]), spec=spec, chunk_size=3, **options)
-        assert_close(in_chunks, whole, **CLOSE)
+        assert_close(run(chunk_size=3, **options), run(**options), **CLOSE)
 
 
 def test_clipping_never_holds_all_gradients_of_all_samples() -> None:
@@ -376,15 +363,9 @@ def test_opacus_agrees() -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
     x, y = torch.randn(6, 3), torch.randn(6, 2)
     spec = fs.policies.always()(model).bound
-
-    def f(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
-        return ((fs.functional_call(model, params, x, spec=spec) - y) ** 2).sum()
-
-    got = fs.per_sample_grads(f, fs.shard(model, spec), (x, y), spec=spec, clip=1.5)
-    peer = opacus.GradSampleModule(model)
-    optimizer = opacus.optimizers.DPOptimizer(
-        torch.optim.SGD(peer.parameters()), noise_multiplier=0.0, max_grad_norm=1.5, expected_batch_size=6
-    )
+    got = fs.per_sample_grads(loss_on(spec, model), fs.shard(model, spec), (x, y), spec=spec, clip=1.5)
+    peer, options = opacus.GradSampleModule(model), {"max_grad_norm": 1.5, "expected_batch_size": 6}
+    optimizer = opacus.optimizers.DPOptimizer(torch.optim.SGD(peer.parameters()), noise_multiplier=0.0, **options)
     ((peer(x) - y) ** 2).sum(1).mean().backward()
     optimizer.pre_step()
     expected = {name: p.grad for name, p in model.named_parameters()}

@@ -13,7 +13,7 @@ import torch
 from depth import at_most
 from hypothesis import example, given
 from hypothesis import strategies as st
-from models import ARCHITECTURES, build, refused
+from models import ARCHITECTURES, build, module_class, refused
 from strategies import OtherResidualNode, ResidualNode, modules
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, apply_activation_checkpointing
@@ -192,6 +192,7 @@ def test_a_policy_that_names_modules_pickles_with_them() -> None:
 # --- What policies refuse: where, what was expected, what came ---
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
 W = whole()
+KINDS = "ignoring: modules: expected path patterns, module classes or modules, got "
 
 
 @pytest.mark.parametrize(
@@ -216,12 +217,8 @@ W = whole()
         (lambda: ignoring(W, "0"), TypeError, r"ignoring: modules: expected an iterable, got str; put it in a list"),
         (lambda: ignoring(W, [], 3), TypeError, r"ignoring: params: expected an iterable, got int; put it in a list"),
         (lambda: ignoring(W, nn.ReLU()), TypeError, r"ignoring: modules: expected an iterable, got ReLU; put it in a list"),
-        (
-            lambda: ignoring(W, [int]),
-            TypeError,
-            r"ignoring: modules: expected path patterns, module classes or modules, got type",
-        ),
-        (lambda: ignoring(W, [3]), TypeError, r"ignoring: modules: expected path patterns, module classes or modules, got int"),
+        (lambda: ignoring(W, [int]), TypeError, rf"{KINDS}type"),
+        (lambda: ignoring(W, [3]), TypeError, rf"{KINDS}int"),
         (lambda: ignoring(W, [], [nn.ReLU()]), TypeError, r"ignoring: params: expected name patterns or parameters, got ReLU"),
     ],
 )
@@ -351,11 +348,10 @@ def test_a12_shared_modules_and_tied_parameters_count_once() -> None:
     assert units_of(fs.by_size(5)(tied))[""] == {"0.0.weight"}
 
 
-class Norms(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.bn1, self.bn2 = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.BatchNorm2d(5)
-        self.bn3, self.sync = nn.BatchNorm3d(5), nn.SyncBatchNorm(5)
+NORMS = {f"bn{i}": cls for i, cls in enumerate((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 1)} | {
+    "sync": nn.SyncBatchNorm
+}
+Norms = module_class("Norms", lambda: {"lin": nn.Linear(5, 5)} | {name: cls(5) for name, cls in NORMS.items()}, None)
 
 
 @given(modules())
@@ -374,10 +370,8 @@ def test_a17_full_precision_inherits_from_the_unit_around(model: nn.Module) -> N
 
 def test_custom_policy_with_full_precision() -> None:
     """test_custom_policy: a dict overrides one unit's options, the rest inherit; batch norms stay in full precision."""
-    model, p = (
-        nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Sequential(Norms(), nn.Linear(2, 2))),
-        fs.P("shard", precision=BF16),
-    )
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Sequential(Norms(), nn.Linear(2, 2)))
+    p = fs.P("shard", precision=BF16)
 
     def choose(module: nn.Module) -> bool | dict[str, Any]:
         return {"axis": None, "reshard": False} if isinstance(module, Norms) else type(module) is nn.Linear
@@ -388,7 +382,7 @@ def test_custom_policy_with_full_precision() -> None:
     assert got == {
         **dict.fromkeys(("0", "2.1", "2.0.lin"), p),
         "1": fs.P("shard", precision=FULL),
-        **{f"2.0.{name}": norm for name in ("bn1", "bn2", "bn3", "sync")},
+        **{f"2.0.{name}": norm for name in NORMS},
     }
 
 
@@ -425,11 +419,8 @@ def test_a21_frozen_parameters_are_units_of_their_own() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), nn.Linear(2, 2))
     model[0][0].requires_grad_(False)
     spec = fs.by_path({"0": fs.P("shard")})(model)
-    assert {unit.key: (unit.requires_grad, unit.numel) for unit in spec} == {
-        "": (True, 6),
-        "0": (True, 10),
-        "0:frozen": (False, 20),
-    }
+    found = {unit.key: (unit.requires_grad, unit.numel) for unit in spec}
+    assert found == {"": (True, 6), "0": (True, 10), "0:frozen": (False, 20)}
     assert {unit.key: unit.requires_grad for unit in fs.policies.always()(model)} == {"0.0": False, "0.1": True, "1": True}
     lora = fs.policies.ignoring(fs.by_path({"0": fs.P("shard")}), modules=["0.0"])(model)
     assert [unit.key for unit in lora] == ["", "0"]
@@ -440,11 +431,8 @@ def test_a23_one_policy_type_serves_checkpointing() -> None:
     model = sequential(*NESTED)
     checkpointed = copy.deepcopy(model)
     apply_activation_checkpointing(checkpointed, auto_wrap_policy=wrap.ModuleWrapPolicy([nn.Linear]))
-    places = {
-        p.replace("._checkpoint_wrapped_module", "")
-        for p, m in checkpointed.named_modules()
-        if isinstance(m, CheckpointWrapper)
-    }
+    wrapped = [path for path, module in checkpointed.named_modules() if isinstance(module, CheckpointWrapper)]
+    places = {path.replace("._checkpoint_wrapped_module", "") for path in wrapped}
     spec = fs.by_type(nn.Linear, p=fs.P("shard", remat=True))(model)
     assert {unit.path for unit in spec if unit.p.remat} == places == {"0", "1", "2.0", "2.1"}
 

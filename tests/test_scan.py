@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, every, mark_seldom, seldom
-from models import refused
+from models import module_class, refused
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -323,6 +323,7 @@ def test_nothing_is_kept_where_nothing_is_differentiated_in_reverse() -> None:
 
 
 # --- what is refused, and what a step does to objects and closures ---
+AS_MANY = r"xs\[1\]\['b'\]: expected .* as many as in xs\[0\] of shape \[4, 3\], got shape \[3, 3\]"
 VALUES = torch.linspace(-1, 1, 12).view(4, 3).double()
 START = torch.linspace(0.5, 1, 3).double()
 
@@ -334,12 +335,7 @@ def keep(state: Any, x: Any) -> tuple[Any, None]:
 @pytest.mark.parametrize(
     ("xs", "options", "error", "message"),
     [
-        (
-            (VALUES, {"b": VALUES[:3]}),
-            {},
-            ValueError,
-            r"xs\[1\]\['b'\]: expected .* as many as in xs\[0\] of shape \[4, 3\], got shape \[3, 3\]",
-        ),
+        ((VALUES, {"b": VALUES[:3]}), {}, ValueError, AS_MANY),
         ((VALUES, VALUES.sum()), {}, ValueError, r"xs\[1\]: expected a slice for each step, .* got shape \[\]"),
         ({"a": [1.0]}, {}, TypeError, r"xs\['a'\]\[0\]: expected a tensor, got float"),
         (None, {}, TypeError, r"xs: expected a tensor, got NoneType"),
@@ -567,13 +563,11 @@ def test_inside_of_functional_call(way: Any) -> None:
 def test_noise_is_that_of_the_loop() -> None:
     """From torch's generator and from one in the state of a module, also where the run is repeated."""
 
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.counter = itertools.count()
-
-        def forward(self, s: Tensor, x: Tensor) -> Tensor:
-            return s * torch.rand(3).double() + torch.nn.functional.dropout(x * s, 0.5)
+    Noisy = module_class(
+        "Noisy",
+        lambda: {"counter": itertools.count()},
+        lambda self, s, x: s * torch.rand(3).double() + torch.nn.functional.dropout(x * s, 0.5),
+    )
 
     def run(scan: Any) -> Any:
         def f(x: Tensor) -> Tensor:

@@ -83,12 +83,8 @@ def test_s2_exact_cover(case: tuple[nn.Module, Policy]) -> None:
 
 def test_s2_mixed_dtypes_are_units_with_readable_suffixes() -> None:
     """One path, two dtypes, trained and frozen: four buffers that say what they are."""
-    model = nn.ParameterDict(
-        {
-            f"{dtype}_{trained}".replace("torch.", ""): nn.Parameter(torch.zeros(n, dtype=dtype), trained)
-            for n, (dtype, trained) in enumerate([(t, g) for t in (torch.float32, torch.bfloat16) for g in (True, False)])
-        }
-    )
+    kinds = [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)]
+    model = nn.ParameterDict({f"w{n}": nn.Parameter(torch.zeros(n, dtype=kind), on) for n, (kind, on) in enumerate(kinds)})
     units = {unit.key: (unit.path, unit.numel) for unit in fs.by_path({"a": fs.P("shard")})(nn.ModuleDict({"a": model}))}
     assert units == {"a:bfloat16": ("a", 2), "a:bfloat16:frozen": ("a", 3), "a:float32": ("a", 0), "a:float32:frozen": ("a", 1)}
 
@@ -166,13 +162,10 @@ def test_s4_whole_components_only() -> None:
     """blocks.1 never captures blocks.10, and units come in natural order, parents before children."""
     model = nn.ModuleDict({"blocks": nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(12)))})
     assert [unit.key for unit in fs.by_path({"blocks.1": fs.P("shard")})(model)] == ["", "blocks.1"]
-    assert {p.name for p in fs.by_path({"blocks.1": fs.P("shard")})(model).by_key["blocks.1"].params} == {
-        "blocks.1.0.weight",
-        "blocks.1.0.bias",
-    }
-    assert [unit.key for unit in fs.by_path({"blocks.?": fs.P("shard"), "blocks.1?": fs.P("shard")})(model)] == [
-        f"blocks.{i}" for i in range(12)
-    ]
+    owned = fs.by_path({"blocks.1": fs.P("shard")})(model).by_key["blocks.1"].params
+    assert {p.name for p in owned} == {"blocks.1.0.weight", "blocks.1.0.bias"}
+    spec = fs.by_path({"blocks.?": fs.P("shard"), "blocks.1?": fs.P("shard")})(model)
+    assert [unit.key for unit in spec] == [f"blocks.{i}" for i in range(12)]
 
 
 @given(cases())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -17,7 +18,6 @@ import ranks
 import test_averaging
 import test_compile
 import test_compress
-import test_gather_full
 import test_loss_scale
 import test_matrix
 import test_optim
@@ -28,6 +28,8 @@ from models import module_class
 from ranks import Pool, real_ranks
 from test_compress import COMPRESSORS, steps
 from test_compress_law import reduced
+from test_gather_full import MESHES, ranks_of
+from test_gather_full import test_full_parameters_leave_and_enter as leave_and_enter
 from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -165,10 +167,8 @@ def gradient_buffers_are_used_again_too_early() -> Iterator[None]:
         split(self, *args)
         self._buffers.give(self._unscattered[-1][1])
 
-    with (
-        mock.patch.object(ReductionQueue, "reduce_split", mutant),
-        mock.patch.object(_torch, "is_sole_holder", return_value=True),
-    ):
+    sole = mock.patch.object(_torch, "is_sole_holder", return_value=True)
+    with mock.patch.object(ReductionQueue, "reduce_split", mutant), sole:
         yield
 
 
@@ -198,13 +198,11 @@ def shards_change_under_way() -> Iterator[None]:
         yield
 
 
+NOBODY = "unit '.': all_gather .*nobody has waited for it"
 MUTANTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]], str]] = {
     "nobody waits": (lambda: mock.patch.object(ops, "_wait", lambda x: x), "unit '1': all_gather .*nobody has waited for it"),
     "read too early": (lambda: mock.patch.object(ops, "_wait", too_early), "nan"),
-    "dropped chains are forgotten": (
-        lambda: mock.patch.object(CollectiveChain, "__del__", return_value=None),
-        "unit '.': all_gather .*nobody has waited for it",
-    ),
+    "dropped chains are forgotten": (lambda: mock.patch.object(CollectiveChain, "__del__", return_value=None), NOBODY),
     "gradient buffers": (gradient_buffers_are_used_again_too_early, "unit '.': reduce_scatter .*an input was written"),
     "gathered buffers": (gathered_buffers_are_used_again_too_early, "unit '.': all_gather .*an output was written"),
     "shards": (shards_change_under_way, "unit '.?': all_gather .*an input was written"),
@@ -274,20 +272,17 @@ def mesh_of(shape: tuple[int, ...], *, own: bool = False) -> DeviceMesh:
     return DeviceMesh.from_group(groups, "cpu", mesh=numbers_of_ranks, mesh_dim_names=names)
 
 
-def overlapped(rank: int, layout: str) -> None:
+@at_most(1)
+@pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, *[*LAYOUTS][::2]))
+@real_ranks(lambda layout: math.prod(LAYOUTS[layout][0]), "worst")
+def test_what_overlaps(rank: int, layout: str) -> None:
+    """Gathers ahead and reductions behind, over one mesh or two."""
     shape, p = LAYOUTS[layout]
     model, mesh, second = network(), mesh_of(shape), mesh_of(shape, own=True)
     policy = fs.by_type(Layer, p=p)(model)
     specs = {"one mesh": policy.on(mesh), "two": policy.on(mesh, reductions=second)}
     for which, prefetch, in_flight, way in some(itertools.product(specs, (0, 1, 2), (1, 2), ("backward", "func")), 1):
         step(rank, specs[which], model, way, prefetch=prefetch, in_flight=in_flight)
-
-
-@at_most(1)
-@pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, *[*LAYOUTS][::2]))
-def test_what_overlaps(worst2: Pool, worst4: Pool, layout: str) -> None:
-    """Gathers ahead and reductions behind, over one mesh or two."""
-    (worst2 if len(LAYOUTS[layout][0]) == 1 else worst4).run(overlapped, layout)
 
 
 def compressed(rank: int, layout: str, name: str, size: int) -> tuple[list[fs.Params], Any]:
@@ -323,10 +318,7 @@ TASKS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
             "fs.compile, HSDP": (4, test_compile.trained, ("gpt", "hsdp", "aot_eager")),
         },
     ),
-    **{
-        f"gather_full, {mesh}": (test_gather_full.MESHES[mesh][0], test_gather_full.round_trip, (mesh, 1))
-        for mesh in sorted(test_gather_full.MESHES)
-    },
+    **{f"gather_full, {mesh}": (ranks_of(mesh), leave_and_enter, (mesh,)) for mesh in sorted(MESHES)},
 }
 
 
