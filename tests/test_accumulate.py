@@ -65,7 +65,8 @@ def close_in_norm(got: fs.Params, expected: fs.Params, of: fs.Params, tolerance:
 @settings(max_examples=depth(6, 300))
 @given(cases(st.one_of(models(), calls())), st.sampled_from(KEEPS), st.sampled_from(["mean", "sum", 4.0]))
 def test_of_any_model_on_any_mesh(case: Any, keep: str, by: Any) -> None:
-    """With a penalty on shards; "sum" and a number are of all micro-batches, too. Values and gradients."""
+    """With a penalty on shards; "sum" and a number are of all micro-batches, too. Values, gradients, and the gradient of a norm
+    of what accumulate gives, as a step of meta-learning has it."""
     model, policy, sizes = case
     t = values(model, exact=False)
     xs = torch.linspace(0.3, 1, torch.Size(sizes.values()).numel() * 2).double().view(-1, 2)
@@ -80,39 +81,16 @@ def test_of_any_model_on_any_mesh(case: Any, keep: str, by: Any) -> None:
         got = fs.accumulate(loss, params, x.unbind(), spec=spec, keep=keep, reduce=by)
         grads, value = fs.grad_and_value(lambda p: sum(loss(p, one, reduce=by) for one in x))(params)
         share = 2 if by == "mean" else 1
-        return got, ({key: g / share for key, g in grads.items()}, value / (share if by in ("mean", "sum") else by))
+        norm = lambda grads, value: sum((g**2).sum() for g in grads.values()) + value  # noqa: E731
+        twice = torch.func.grad(lambda p: norm(*fs.accumulate(loss, p, x.unbind(), spec=spec, keep=keep)))(params)
+        mean = torch.func.grad_and_value(lambda p: (loss(p, x[0]) + loss(p, x[1])) / 2)
+        want = {key: g / share for key, g in grads.items()}, value / (share if by in ("mean", "sum") else by)
+        return (got, twice), (want, torch.func.grad(lambda p: norm(*mean(p)))(params))
 
-    (grads, value), (expected, mean) = fs.testing.spmd(run, sizes)(xs)
+    ((grads, value), twice), ((expected, mean), squared) = fs.testing.spmd(run, sizes)(xs)
     agree(grads, expected, exact=False)
+    agree(twice, squared, exact=False)
     torch.testing.assert_close(value, mean)
-
-
-@settings(max_examples=depth(4, 200))
-@given(cases(), st.sampled_from(KEEPS))
-def test_at_the_second_order(case: Any, keep: str) -> None:
-    """The gradient of a norm of what accumulate gives, as a step of meta-learning has it: that of the mean's gradient."""
-    model, policy, sizes = case
-    t = values(model, exact=False)
-    xs = torch.linspace(0.3, 1, torch.Size(sizes.values()).numel() * 2).double().view(-1, 2)
-
-    def run(mesh: Mesh, x: Tensor) -> Any:
-        spec = policy(model).on(mesh)
-        params = fs.shard(t, spec)
-        loss = lambda p, x: fs.functional_call(model, p, x, spec=spec)  # noqa: E731
-        square = lambda grads: sum((g**2).sum() for g in grads.values())  # noqa: E731
-
-        def norm(p: fs.Params) -> Tensor:
-            grads, value = fs.accumulate(loss, p, x.unbind(), spec=spec, keep=keep)
-            return square(grads) + value
-
-        def expected(p: fs.Params) -> Tensor:
-            grads, value = torch.func.grad_and_value(lambda p: (loss(p, x[0]) + loss(p, x[1])) / 2)(p)
-            return square(grads) + value
-
-        return torch.func.grad(norm)(params), torch.func.grad(expected)(params)
-
-    got, want = fs.testing.spmd(run, sizes)(xs)
-    agree(got, want, exact=False)
 
 
 # --- on real ranks ---
@@ -261,6 +239,9 @@ def test_full_gathers_and_reduces_each_unit_once(p: P) -> None:
         spec = fs.by_type(MLP, p=p)(model).bound
         keys = list(spec.by_key)
         assert sent_by(model, spec, keep="full").all == gathers(spec, *keys) + scatters(spec, *keys)
+        weighted = sent_by(model, spec, keep="full", weights=[1, 2, 3]).all  # whose sum is one scalar for each axis
+        assert [s for s in weighted if s.op == "all_reduce"] == [Sent("all_reduce", 1, 8, 8)]
+        assert not [s for s in sent_by(model, spec, weights=[1, 2, 3], reduce="sum").all if s.op == "all_reduce"]
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -286,16 +267,6 @@ def test_replicas_are_reduced_once(count: int) -> None:
             sent = sent_by(model, spec, keep=keep, reduce_axes="shard").all
             assert {s.op for s in sent} == {"all_gather", "reduce_scatter"}
         refused(ValueError, "split over axis 'shard'", lambda: sent_by(model, spec, reduce_axes=["replicate"]))
-
-
-def test_weights_are_summed_up_once() -> None:
-    """One scalar for each axis."""
-    with world(8):
-        model = Net(blocks=1)
-        spec = fs.by_type(MLP)(model).bound
-        sent = sent_by(model, spec, keep="full", weights=[1, 2, 3]).all
-        assert [s for s in sent if s.op == "all_reduce"] == [Sent("all_reduce", 1, 8, 8)]
-        assert not [s for s in sent_by(model, spec, weights=[1, 2, 3], reduce="sum").all if s.op == "all_reduce"]
 
 
 # --- what is alive ---

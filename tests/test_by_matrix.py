@@ -282,32 +282,25 @@ def test_a_wrong_update_is_refused_where_it_is_made(wrong: str) -> None:
         fs.optim.muon(where, fallback=torch.optim.AdamW)  # pyright: ignore[reportArgumentType]
 
 
-def test_an_update_that_writes_changes_nothing_of_the_callers() -> None:
-    """Nor where the matrices are whole on the rank that has them."""
-    written_by_an_update(ALONE)
-
-
 @real_ranks(2)
-def test_an_update_that_writes_on_replicas(rank: int) -> None:
-    """The same where every rank has all matrices."""
-    written_by_an_update(spec_on(mesh_of(2), None))
+def test_an_update_that_writes_changes_nothing_of_the_callers(rank: int) -> None:
+    """Nor where the matrices are whole on the rank that has them, or on every rank."""
 
-
-def written_by_an_update(spec: fs.PartitionSpec) -> None:
     def update(g: Tensor, s: Any, p: Tensor) -> tuple[Tensor, Any]:
         return p.sub_(g.mul_(2)), {"m": s["m"].add_(1)}
 
-    known = matrices_on(spec, "muon")
-    begin, update_all = fs.optim.by_matrix(lambda p: {"m": torch.zeros_like(p)}, update, known, fallback=REST)
-    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
-    state = begin(params)
-    kept = [{key: x.clone() for key, x in tree.items()} for tree in (params, grads)]
-    new, after = update_all(grads, state, params)
-    assert_close([params, grads], kept, rtol=0, atol=0)
-    assert not any(x.any() for unit in state.values() for x in unit.slices.values())
-    full = fs.unshard(new, spec)
-    assert_close({name: full[name] for name in WANTED}, {name: PARAMS[name] - 2 * GRADS[0][name] for name in WANTED})
-    assert any(x.slices for x in after.values())
+    for spec in (ALONE, spec_on(mesh_of(2), None)):
+        known = matrices_on(spec, "muon")
+        begin, update_all = fs.optim.by_matrix(lambda p: {"m": torch.zeros_like(p)}, update, known, fallback=REST)
+        params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
+        state = begin(params)
+        kept = [{key: x.clone() for key, x in tree.items()} for tree in (params, grads)]
+        new, after = update_all(grads, state, params)
+        assert_close([params, grads], kept, rtol=0, atol=0)
+        assert not any(x.any() for unit in state.values() for x in unit.slices.values())
+        full = fs.unshard(new, spec)
+        assert_close({name: full[name] for name in WANTED}, {name: PARAMS[name] - 2 * GRADS[0][name] for name in WANTED})
+        assert any(x.slices for x in after.values())
 
 
 # --- which ranks own whole matrices, and the ways there and back, walked in one process ---

@@ -75,8 +75,8 @@ def exact(x: Tensor) -> tuple[torch.dtype, list[Any]]:
 @given(TREES, FLOATS)
 def test_cast_floats_is_that_of_fsdp1(tree: Any, dtype: torch.dtype) -> None:
     """``_apply_to_tensors`` with ``_cast_fp_tensor``: types, order and all that is no float tensor stay."""
-    before = described(tree, id)
-    values = described(tree, exact)
+    assert cast_floats(tree, None) is tree
+    before, values = described(tree, id), described(tree, exact)
     got = cast_floats(tree, dtype)
     expected = _apply_to_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
     assert described(got, exact) == described(expected, exact)
@@ -84,11 +84,6 @@ def test_cast_floats_is_that_of_fsdp1(tree: Any, dtype: torch.dtype) -> None:
     assert described(tree, exact) == values
     again = cast_floats(got, dtype)
     assert described(again, id) == described(got, id)  # nothing is left to cast
-
-
-@given(TREES)
-def test_cast_floats_to_none_is_the_identity(tree: Any) -> None:
-    assert cast_floats(tree, None) is tree
 
 
 def test_cast_floats_of_other_containers() -> None:
@@ -264,12 +259,9 @@ def test_buffers_that_are_not_cast_are_what_forward_left(precision: Precision | 
 # --- Precision as data ---
 @every(name=["param", "reduce", "output", "buffer"], dtype=[torch.int64, torch.bool, torch.complex64, "float16", float, 16])
 def test_what_is_no_floating_dtype(name: str, dtype: Any) -> None:
+    both = r"expected output or restore_outputs, got both: output=torch\.bfloat16"
+    refused(ValueError, both, lambda: Precision(output=BF16, restore_outputs=True))
     refused(TypeError, rf"^Precision: {name}: expected a floating point dtype or None, got", lambda: Precision(**{name: dtype}))
-
-
-def test_output_and_restore_outputs() -> None:
-    with pytest.raises(ValueError, match=r"expected output or restore_outputs, got both: output=torch\.bfloat16"):
-        Precision(output=BF16, restore_outputs=True)
 
 
 def identity(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -205,7 +205,7 @@ def test_tiny_and_huge_operators_and_low_rank(size: float, dtype: torch.dtype) -
     assert_close(far.x[""] / a * size, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_negative_curvature_ends_cg() -> None:
+def test_early_ends_of_cg_and_lanczos() -> None:
     operator, b = diagonal(torch.tensor([2.0, -1.0, 1.0])), {"": torch.tensor([1.0, 1.0, 1.0]).double()}
     solution = curvature.cg(operator, b)
     assert solution.negative_curvature
@@ -216,9 +216,6 @@ def test_negative_curvature_ends_cg() -> None:
     again = curvature.cg(operator + 2, b, start=curvature.cg(operator, b, damping=2.0).x)
     assert again.converged
     assert again.products == 1
-
-
-def test_early_ends_of_lanczos() -> None:
     values = torch.linspace(0, 1, 50).double()
     values[-1] = 9
     operator, start = diagonal(values), {"": torch.ones(50).double()}

@@ -363,7 +363,8 @@ def chained(units: int = 8) -> nn.Module:
 @at_most(4)
 @every(mesh=["fsdp", "fsdp of 4", "hsdp", "both axes"], dtype=[None, torch.bfloat16])
 def test_the_peak_is_two_buckets(mesh: str, dtype: torch.dtype | None) -> None:
-    """Or two units, where they are larger, and what an inner axis has gathered of the one that arrives.
+    """Or two units, where they are larger, and what an inner axis has gathered of the one that arrives; to the first rank as
+    well, while others hold no more than slices that are cast, and what an inner axis gathers.
 
     The loop holds its last parameter while it asks for the next one, as loops do. On the fake process group: gloo's threads let
     go of tensors when they please.
@@ -381,13 +382,6 @@ def test_the_peak_is_two_buckets(mesh: str, dtype: torch.dtype | None) -> None:
         assert max(peak.made) == unit
         assert 2 * unit <= peak.bytes <= max(2 * own + part * (own > unit), 2 * buckets * unit)
         assert own > unit or peak.bytes == max(2, math.floor(2 * buckets)) * unit
-
-
-@every(mesh=["fsdp", "hsdp", "both axes"], dtype=[None, torch.bfloat16])
-def test_the_peak_of_a_stream_to_the_first_rank(mesh: str, dtype: torch.dtype | None) -> None:
-    """There two buckets as well. Other ranks hold no more than slices that are cast, and what an inner axis gathers."""
-    unit = UNIT // (1 if dtype is None else 2)
-    size, part, inner = parts(mesh, unit)
     for rank in range(size):
         with world(size, rank):
             spec = bound(mesh, chained())

@@ -206,7 +206,8 @@ def test_both_runs_draw_the_same_dropout() -> None:
     assert torch.equal(after, torch.get_rng_state())
 
 
-def test_no_grad_in_forward_is_a_constant() -> None:
+def test_functions_of_plain_tensors() -> None:
+    """no_grad in forward is a constant, results have no graph unless arguments have one, and what is unused has zeros."""
     w, x = {"w": torch.randn(4, dtype=torch.float64)}, X[0].flatten()[:4]
 
     def outputs(p: fs.Params) -> Tensor:
@@ -216,17 +217,11 @@ def test_no_grad_in_forward_is_a_constant() -> None:
 
     got = products.ggnvp(outputs, lambda z: z.square().sum() / 2, w, w)["w"]
     assert_close(got, w["w"] * (x / w["w"].norm()) ** 2, **CLOSE)
-
-
-def test_results_have_no_graph_and_arguments_may_have_one() -> None:
-    leaf = torch.ones(2, requires_grad=True)
+    ones, leaf = {"w": torch.ones(2)}, torch.ones(2, requires_grad=True)
     with torch.no_grad():
-        assert not products.fishervp(lambda p: p["w"] ** 2, {"w": leaf}, {"w": torch.ones(2)})["w"].requires_grad
-    got = products.fishervp(lambda p: p["w"] ** 2, {"w": leaf}, {"w": torch.ones(2)})["w"]  # mean of (2 w v)^2, differentiable
+        assert not products.fishervp(lambda p: p["w"] ** 2, {"w": leaf}, ones)["w"].requires_grad
+    got = products.fishervp(lambda p: p["w"] ** 2, {"w": leaf}, ones)["w"]  # mean of (2 w v)^2, differentiable
     assert_close(torch.autograd.grad(got.sum(), leaf)[0], torch.tensor([4.0, 4.0]))
-
-
-def test_unused_parameters_and_constant_outputs() -> None:
     p = {"used": torch.ones(2), "unused": torch.ones(3)}
     got = products.fishervp(lambda p: p["used"] * 2, p, p)
     assert_close(got, {"used": torch.tensor([2.0, 2.0]), "unused": torch.zeros(3)})

@@ -521,14 +521,6 @@ def test_refused(case: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_has_values_is_shards() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    spec = fs.policies.whole()(model)
-    words = r"parameter '0\.bias' is on cpu: expected it on the meta device; shard\(model, spec\)"
-    refused(ValueError, words, lambda: fs.init(model, spec))
-    refused(ValueError, "init: the spec is on sizes alone", lambda: fs.init(fs.skeleton(model), spec.on({"shard": 2})))
-
-
 def test_one_unit_makes_a_reach_right() -> None:
     """What a root resets of its children is in one unit with them, and is then its parents' word."""
     model = fs.skeleton(ResetsAll(*linears()))
@@ -599,6 +591,11 @@ def test_invalid_meta_device_init() -> None:
         with pytest.raises(ValueError, match=rf"without values: {', '.join(map(repr, params))}; expected them to be mat"):
             fs.functional_call(model, params, torch.tensor([1]), spec=spec)
         assert fs.functional_call(model, params, torch.tensor([1], device="meta"), spec=spec).is_meta
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))  # what has values is for shard
+    spec = fs.policies.whole()(model)
+    words = r"parameter '0\.bias' is on cpu: expected it on the meta device; shard\(model, spec\)"
+    refused(ValueError, words, lambda: fs.init(model, spec))
+    refused(ValueError, "init: the spec is on sizes alone", lambda: fs.init(fs.skeleton(model), spec.on({"shard": 2})))
 
 
 @real_ranks(2)

@@ -339,18 +339,13 @@ def test_a_tree_is_what_the_module_says(model: nn.Module) -> None:
 def test_a_tree_is_a_value(model: nn.Module) -> None:
     """Equal and hash-equal for a copy; another shape, dtype, class or requires_grad makes another tree."""
     tree, twin = fs.module_tree(model), copy.deepcopy(model)
+    assert fs.module_tree(tree) is tree  # so that a policy may be given either
     assert fs.module_tree(twin) == tree
     assert hash(fs.module_tree(twin)) == hash(tree)
     twin.register_parameter("another", nn.Parameter(torch.zeros(2)))
     more = fs.module_tree(twin)
     twin.another.requires_grad_(False)
     assert len({tree, more, fs.module_tree(twin), fs.module_tree(twin.half())}) == 4
-
-
-def test_the_tree_of_a_tree() -> None:
-    """It is the tree itself, so that a policy may be given either."""
-    tree = fs.module_tree(nn.Sequential(nn.Linear(2, 2)))
-    assert fs.module_tree(tree) is tree
 
 
 @given(MODELS)
@@ -421,21 +416,12 @@ def test_natural_order(numbers: list[int]) -> None:
     assert sorted((f"blocks.{i}.w" for i in numbers), key=natural_key) == [f"blocks.{i}.w" for i in sorted(numbers)]
 
 
-# --- What is no tree. ---
-def test_not_a_module() -> None:
-    """A dict of tensors, or a class, has no structure to look at."""
+def test_what_is_no_tree() -> None:
+    """A dict of tensors or a class has no structure, a cycle closes at a path, lazy parameters have no shape until a run."""
     for other in ({"a": torch.zeros(1)}, nn.Linear):
         refused(TypeError, r"module_tree: expected an nn\.Module, got (dict|type)", lambda: fs.policies.whole()(other))
-
-
-def test_a_module_that_contains_itself() -> None:
-    """A cycle is an error that names the path at which it closes."""
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 1)))
     model[0].add_module("up", model)
     refused(ValueError, r"module '0\.up' contains itself: expected a tree of modules", lambda: fs.module_tree(model))
-
-
-def test_lazy_parameters_have_no_shape() -> None:
-    """Until the module ran once."""
-    with pytest.raises(ValueError, match=r"parameter '0\.weight' is lazy: expected a shape, got none yet; run the module once"):
-        fs.module_tree(nn.Sequential(nn.LazyLinear(3)))
+    words = r"parameter '0\.weight' is lazy: expected a shape, got none yet; run the module once"
+    refused(ValueError, words, lambda: fs.module_tree(nn.Sequential(nn.LazyLinear(3))))

@@ -107,20 +107,16 @@ def test_ddp_parity_with_grad_scaler(rank: int) -> None:
         same(fs.unshard(params, spec), expected, "parameters")
 
 
-def test_a_scale_that_would_overflow_stays() -> None:
-    state = ls.LossScale(torch.tensor(3e38), torch.tensor(0, dtype=torch.int32))
-    _, state = ls.dynamic(SPEC, growth_interval=1)[1]({"": torch.ones(2)}, state)
-    assert state.scale == torch.tensor(3e38)
-    assert state.good_steps == 0
-
-
 def test_dtypes() -> None:
-    """Gradients keep theirs; those of float16 are unscaled without overflowing on the way."""
+    """Gradients keep theirs; those of float16 are unscaled without overflowing on the way, and a scale that would overflow stays."""
     init, update = ls.dynamic(SPEC)
     grads, state = update({"": torch.tensor([65504.0, 2.0**-8], dtype=torch.float16)}, init())
     assert state.finite
     assert_close(grads[""], torch.tensor([65504 / 2**16, 2.0**-24], dtype=torch.float16), rtol=0, atol=0)
     assert update({}, init())[1].finite
+    state = ls.LossScale(torch.tensor(3e38), torch.tensor(0, dtype=torch.int32))
+    _, state = ls.dynamic(SPEC, growth_interval=1)[1]({"": torch.ones(2)}, state)
+    assert (state.scale, state.good_steps) == (torch.tensor(3e38), 0)
 
 
 def test_state_is_a_pytree_for_compiled_and_vmapped_loops() -> None:

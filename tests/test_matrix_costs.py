@@ -106,14 +106,11 @@ def test_what_is_sent(axes: str, ranks: int, rank: int) -> None:
 
 
 # --- who works ---
-class Llama(nn.Module):
+def llama(layers: int, dim: int, hidden: int, kv: int) -> nn.Module:
     """The shapes of one, on no device."""
-
-    def __init__(self, layers: int, dim: int, hidden: int, kv: int) -> None:
-        super().__init__()
-        sizes = [(dim, dim), (dim, kv), (dim, kv), (dim, dim), (dim, hidden), (dim, hidden), (hidden, dim)]
-        made = [[nn.Linear(a, b, bias=False, device="meta") for a, b in sizes] for _ in range(layers)]
-        self.layers = nn.ModuleList(map(nn.ModuleList, made))
+    sizes = [(dim, dim), (dim, kv), (dim, kv), (dim, dim), (dim, hidden), (dim, hidden), (hidden, dim)]
+    made = [[nn.Linear(a, b, bias=False, device="meta") for a, b in sizes] for _ in range(layers)]
+    return nn.ModuleDict({"layers": nn.ModuleList(map(nn.ModuleList, made))})
 
 
 @at_most(3)
@@ -121,7 +118,7 @@ class Llama(nn.Module):
 def test_ranks_work_at_the_same_time(axes: str, ranks: int) -> None:
     """Although a rank begins a group when all have done the last but one: within an eighth of what nobody can go below."""
     with world(ranks):
-        known = fs.optim.matrices(on_fake(Llama(32, 4096, 14336, 1024), axes, ranks, "layers.*"))
+        known = fs.optim.matrices(on_fake(llama(32, 4096, 14336, 1024), axes, ranks, "layers.*"))
     done, before, last = Counter[Any](), 0.0, 0.0  # by rank when it is done, and when all were with the groups before
     for group in known.groups:
         work = Counter[Any]()

@@ -146,18 +146,14 @@ def test_adafactor_of_odd_shapes(what: str) -> None:
     assert_close(fs.unshard(got, spec), {name: p.detach() for name, p in params.items()}, rtol=1e-12, atol=1e-12)
 
 
-def test_adafactor_of_a_frozen_unit_is_refused() -> None:
-    frozen = fs.policies.whole()(nn.Linear(2, 2).requires_grad_(False)).on(ALONE)
-    init, _ = fs.optim.adafactor(0.01, frozen)
-    refused(ValueError, r"Adafactor: '' .* frozen", lambda: init({"": torch.zeros(16)}))
-
-
 @real_ranks(2)
 def test_adafactor_refuses_on_all_ranks(rank: int) -> None:
-    """The rank that has nothing of the bias, and one that has."""
+    """The rank that has nothing of the bias, and one that has; a frozen unit."""
     spec = fs.policies.whole()(nn.Linear(3, 4)).on(mesh_of(2))
     with pytest.raises(ValueError, match="Adafactor: 'bias' is frozen, or none of the matrices given"):
         fs.optim.adafactor(0.01, fs.optim.matrices(spec))[0](fs.shard(nn.Linear(3, 4), spec, check_values=False))
+    init, _ = fs.optim.adafactor(0.01, fs.policies.whole()(nn.Linear(2, 2).requires_grad_(False)).on(ALONE))
+    refused(ValueError, r"Adafactor: '' .* frozen", lambda: init({"": torch.zeros(16)}))
 
 
 # --- options and learning rates ---
@@ -217,13 +213,9 @@ def test_donated() -> None:
     assert {x.untyped_storage().data_ptr() for x in news} == where
     for x in (*params.values(), *slices):
         refused(RuntimeError, "donate", lambda: x.sum())
-
-
-def test_donated_beside_a_rest_that_does_not() -> None:
-    """What the rest makes in new memory is written into that of the parameters."""
+    # what a rest that does not donate makes in new memory is written into that of the parameters
     steps = [fs.optim.muon(matrices_on(ON_ONE, "muon"), fallback=REST, donate=donate) for donate in (False, True)]
-    want, got = (peers.sharded(ON_ONE, pair, PARAMS, GRADS[:1])[0] for pair in steps)
-    assert_close(got, want, rtol=0, atol=0)
+    assert_close(*(peers.sharded(ON_ONE, pair, PARAMS, GRADS[:1])[0] for pair in steps), rtol=0, atol=0)
 
 
 def test_state_of_another_dtype_than_the_parameters() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from collective_log import world
 from depth import seldom
+from models import module_class
 from ranks import Pool
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -22,14 +23,9 @@ import funshard as fs
 from funshard import P, checkpoint
 from funshard._torch.tracing import phase
 
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
+Block = module_class(
+    "Block", lambda: {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}, lambda self, x: x + self.down(self.up(x).relu())
+)
 
 
 def make(p: P, policy: fs.Policy | None = None, **mesh: int) -> tuple[fs.PartitionSpec, dict[str, Tensor], Any]:
@@ -77,16 +73,13 @@ def test_every_phase_has_its_units_name(case: str) -> None:
     assert {name: found[name] for name in expected} == expected, found
 
 
-def test_stacks_of_transforms_have_ranges() -> None:
+def test_stacks_of_transforms_and_checkpoints_have_ranges(tmp_path: Path) -> None:
     with world(2):
         _, params, loss = make(P("shard"))
         x = torch.randn(2, 4)
         found = ranges(lambda: fs.hvp(lambda p: loss(p, x), params, {key: torch.ones_like(p) for key, p in params.items()}))
     assert found["gather_mean of unit '1'"] == 4, found  # values and tangents, in forward and in backward
     assert found["scatter_mean of unit '1'"] == 2, found
-
-
-def test_checkpoints_have_ranges(tmp_path: Path) -> None:
     spec, params, _ = make(P("shard"), shard=1)
     found = ranges(lambda: checkpoint.save(tmp_path / "a", params, spec).wait())
     found += ranges(lambda: checkpoint.load(tmp_path / "a", spec))

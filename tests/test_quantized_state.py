@@ -101,11 +101,15 @@ def test_values_depend_neither_on_ranks_nor_on_units(codec: Any, policy: str, ra
         assert_close(got, fs.unshard(decoded(state, alone, name, codec=codec), alone), rtol=0, atol=0)
 
 
-def check_on_ranks(mesh: Any, path: Path, policies: dict[str, dict[str, Any]]) -> None:
-    """The bits of one rank; saved, loaded with other units and gone on with, and on one rank, where it is those bytes."""
+@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=seldom)])
+@real_ranks(lambda shape: math.prod(shape))
+def test_real_ranks_and_checkpoints(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    """The bits of one rank, with FSDP, HSDP and a mixture, donated and not; saved, loaded with other units and gone on with,
+    and on one rank, where it is those bytes."""
+    mesh, path = mesh_of(*shape), tmp_path
     alone = one_rank()
     expected = run_steps(alone, quantized(alone))
-    for policy, options in policies.items():
+    for policy, options in (USUAL if shape == (1, 2) else {**USUAL, "replicated": {}}).items():
         spec = POLICIES[policy](MODEL).on(mesh)
         params, state = run_steps(spec, quantized(spec, **options))
         assert_close(fs.unshard(params, spec), fs.unshard(expected[0], alone), rtol=0, atol=0)
@@ -121,19 +125,6 @@ def check_on_ranks(mesh: Any, path: Path, policies: dict[str, dict[str, Any]]) -
             got = of_one["params"], of_one["opt"]
             assert pytree.tree_structure(got) == pytree.tree_structure(expected)
             assert_close(got, expected, rtol=0, atol=0)
-
-
-@real_ranks(2)
-def test_real_ranks_and_checkpoints(rank: int, tmp_path: Path) -> None:
-    """With FSDP and a mixture, donated and not."""
-    check_on_ranks(mesh_of(1, 2), tmp_path, USUAL)
-
-
-@seldom
-@real_ranks(4)
-def test_four_real_ranks_and_checkpoints(rank: int, tmp_path: Path) -> None:
-    """With HSDP."""
-    check_on_ranks(mesh_of(2, 2), tmp_path, {**USUAL, "replicated": {}})
 
 
 @real_ranks(2)

@@ -293,10 +293,7 @@ def test_memory_grows_with_the_root_of_the_steps(ends: tuple[int, int]) -> None:
     (least, _), (most, runs) = peak_and_runs(low, segments="log"), peak_and_runs(high, segments="log")
     assert (most - least) / STATE_BYTES <= math.log2(high / low) + 2
     assert runs == high * (1 + math.log2(high) / 2)
-
-
-def test_all_states_are_kept_where_no_step_runs_three_times() -> None:
-    most, runs = peak_and_runs(16, segments=16)
+    most, runs = peak_and_runs(16, segments=16)  # all states are kept where no step runs three times
     assert most / STATE_BYTES >= 16
     assert runs == 2 * 16 - 1
 

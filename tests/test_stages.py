@@ -16,7 +16,7 @@ from collective_log import world
 from depth import at_most, seldom
 from models import EXACT
 from parity import strategies
-from ranks import Pool
+from ranks import real_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -78,10 +78,14 @@ class Residual(nn.Module):
         return x
 
 
-def compare(rank: int, size: int, strategy: str, path: str) -> None:
-    """The scheduled mode, autograd, a stack of transforms and data flow, beside the model on scaled parameters."""
+@at_most(1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_a_new_stage_is_right_in_every_mode(rank: int, strategy: str, tmp_path: Path) -> None:
+    """On two ranks, by both folds, beside the model on scaled parameters: the scheduled mode, autograd, a stack of transforms,
+    data flow, full parameters, compressed gradients. Optimizer state and resharded parameters are what was sharded."""
     torch.manual_seed(0)
-    model, x = Residual().double(), torch.randn(size, 4, 3, dtype=torch.float64)
+    model, x = Residual().double(), torch.randn(2, 4, 3, dtype=torch.float64)
     spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model).bound
     params = fs.shard(model, spec)
     full = {name: q.detach() for name, q in model.named_parameters()}
@@ -95,10 +99,7 @@ def compare(rank: int, size: int, strategy: str, path: str) -> None:
     def plain(full: fs.Params) -> Tensor:
         return plain_on(full, x.flatten(0, 1))
 
-    def loss(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (x[rank],), spec=spec).square().mean()
-
-    def loss_on(params: fs.Params, x: Tensor) -> Tensor:
+    def loss(params: fs.Params, x: Tensor = x[rank]) -> Tensor:
         return fs.functional_call(model, params, (x,), spec=spec).square().mean()
 
     close = LOOSE if strategy == "cast" else EXACT
@@ -111,23 +112,18 @@ def compare(rank: int, size: int, strategy: str, path: str) -> None:
         for q in params.values():
             q.requires_grad_()
         loss(params).backward()
-        for key, q in params.items():
-            torch.testing.assert_close(q.grad, expected[key], **close)
+        torch.testing.assert_close({key: q.grad for key, q in params.items()}, expected, **close)
         params = {key: q.detach() for key, q in params.items()}
         for grad in (fs.grad, torch.func.grad):
-            for key, g in grad(loss)(params).items():
-                torch.testing.assert_close(g, expected[key], **close)
-        for key, h in fs.hvp(loss, params, direction).items():
-            torch.testing.assert_close(h, second[key], **close)
+            torch.testing.assert_close(grad(loss)(params), expected, **close)
+        torch.testing.assert_close(fs.hvp(loss, params, direction), second, **close)
         times = {name: FACTOR * q for name, q in full.items()}
         for given in (fs.unshard(params, spec), fs.unshard(params, spec), dict(fs.stream_full(params, spec))):
             torch.testing.assert_close(given, times, **close)
         for given in (fs.unshard(params, spec, rank0_only=True), dict(fs.stream_full(params, spec, rank0_only=True))):
             torch.testing.assert_close(given, times if rank == 0 else {}, **close)
-        fs.checkpoint.export(path, params, spec)
-        torch.testing.assert_close(
-            load_file(f"{path}/model.safetensors"), {name: FACTOR * q for name, q in full.items()}, **close
-        )
+        fs.checkpoint.export(tmp_path / "export", params, spec)
+        torch.testing.assert_close(load_file(tmp_path / "export" / "model.safetensors"), times, **close)
         torch.testing.assert_close(fs.reshard(params, spec, spec), params)  # stored values, and so is optimizer state
         init, update = fs.optim.from_torch(torch.optim.Adam, lr=0.1)
         stepped = update(expected, init(params), params)[1]
@@ -135,26 +131,14 @@ def compare(rank: int, size: int, strategy: str, path: str) -> None:
         for name, slots in state.items():
             torch.testing.assert_close(slots["exp_avg"], 0.1 * fs.grad(plain)(full)[name], **close)
         for keep in ("shards", "full"):
-            summed, _ = fs.accumulate(loss_on, params, [x[rank][:2], x[rank][2:]], spec=spec, keep=keep)
-            for key, g in summed.items():
-                torch.testing.assert_close(g, expected[key], **close)
-        clipped = fs.per_sample_grads(loss_on, params, (x[rank],), spec=spec, clip=0.01)
-        for key, g in clipped.items():
-            torch.testing.assert_close(g, per_sample[key], rtol=1e-4, atol=1e-6)
+            summed, _ = fs.accumulate(loss, params, [x[rank][:2], x[rank][2:]], spec=spec, keep=keep)
+            torch.testing.assert_close(summed, expected, **close)
+        clipped = fs.per_sample_grads(loss, params, (x[rank],), spec=spec, clip=0.01)
+        torch.testing.assert_close(clipped, per_sample, rtol=1e-4, atol=1e-6)
         compressor = fs.compress.exact()
         grads = torch.func.grad(lambda q: torch.func.functional_call(model, q, (x[rank],)).square().mean())(times)
         compressed, _ = compressor.reduce(grads, compressor.init(spec), spec)
         torch.testing.assert_close(compressed, expected, **close)
-
-
-@at_most(1)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_new_stage_is_right_in_every_mode(gloo2: Pool, strategy: str, tmp_path: Path) -> None:
-    """On two ranks, by both folds: the scheduled mode, stacks of transforms, data flow, full parameters, compressed gradients.
-
-    Optimizer state and resharded parameters are what was sharded.
-    """
-    gloo2.run(compare, 2, strategy, str(tmp_path / "export"))
 
 
 @pytest.mark.parametrize("strategy", ["shard", "replicated", "cast"])
@@ -177,8 +161,7 @@ def test_a_new_stage_on_simulated_ranks(strategy: str) -> None:
     with scaled():
         got = fs.testing.spmd(on_rank, 3)(x)
         gathered = fs.testing.spmd(lambda mesh, _: fs.unshard(fs.shard(full, spec.on(mesh)), spec.on(mesh)), 3)(x)
-    for key, g in got.items():
-        torch.testing.assert_close(g, expected[key], **(LOOSE if strategy == "cast" else EXACT))
+    torch.testing.assert_close(got, expected, **(LOOSE if strategy == "cast" else EXACT))
     torch.testing.assert_close(gathered, {name: FACTOR * q.expand(3, *q.shape) for name, q in full.items()})
 
 

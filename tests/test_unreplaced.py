@@ -132,14 +132,9 @@ def test_what_is_held_and_not_read_is_no_error(how: str, policy: str) -> None:
     hold, _, use = HELD[how]
     asked = Holds(hold, lambda held: torch.full(use(held).shape, use(held).numel(), dtype=use(held).dtype))
     setting(asked, policy)[2](params)
-
-
-def test_an_optimizer_in_a_model() -> None:
-    """As of training loops that are modules: it is none of forward's business."""
-    model = Holds(lambda w: torch.optim.SGD([w], lr=0.1), None)
-    _, params, loss = setting(model, "whole")
-    fs.grad(loss)(params)
-    assert model.held.param_groups[0]["params"][0] is model.linear.weight
+    holder = Holds(lambda w: torch.optim.SGD([w], lr=0.1), None)  # as of training loops that are modules
+    fs.grad(setting(holder, policy)[2])(fs.shard(holder, POLICIES[policy](holder)))
+    assert holder.held.param_groups[0]["params"][0] is holder.linear.weight
 
 
 def test_what_forward_holds_itself() -> None:
