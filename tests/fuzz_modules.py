@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from models import module_class
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -224,13 +225,11 @@ def Cached(m: Any, x: Tensor) -> Tensor:
         return m.l(m.l(x))
 
 
-class Lora(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH) / 3), nn.Parameter(torch.randn(WIDTH, 2) / 3)
-
-    def forward(self, w: Tensor) -> Tensor:
-        return w + self.b @ self.a
+Lora = module_class(
+    "Lora",
+    lambda: {name: nn.Parameter(torch.randn(*shape) / 3) for name, shape in {"a": (2, WIDTH), "b": (WIDTH, 2)}.items()},
+    lambda m, w: w + m.b @ m.a,
+)
 
 
 @changing(One)
@@ -529,13 +528,7 @@ def Borrows(m: Any, x: Tensor) -> Tensor:
     return m.l(x) + sum(p.mean() for p in lender.parameters() if p.is_floating_point() and p.numel())
 
 
-class Prompt(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self) -> Tensor:
-        return self.w
+Prompt = module_class("Prompt", lambda: {"w": nn.Parameter(torch.randn(WIDTH))}, lambda m: m.w)
 
 
 @forward_of(nn.Module, lambda: {"prompt": Prompt(), "l": linear_()})

@@ -337,15 +337,6 @@ def test_compiled(rank: int) -> None:
             assert_close(got, want)
 
 
-def stored(state: av.Averaging) -> av.Averaging:
-    """The state out of a file in which no code is: the leaves of the pytree."""
-    leaves, structure = pytree.tree_flatten(state)
-    file = io.BytesIO()
-    torch.save(leaves, file)
-    file.seek(0)
-    return pytree.tree_unflatten(torch.load(file, weights_only=True), structure)
-
-
 @at_most(1)
 @pytest.mark.parametrize("local", [("pair",), ()], ids=["pairs reduce", "nobody reduces"])
 @pytest.mark.parametrize("levels", mark_seldom([None, LEVELS], LEVELS), ids=["periodic", "hierarchical"])
@@ -389,7 +380,10 @@ def test_post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: 
         if step == 9:
             saved, optimizer = optimizer.state_dict(), torchs()
             optimizer.load_state_dict(saved)
-            state = stored(state)
+            leaves, structure = pytree.tree_flatten(state)  # out of a file in which no code is
+            torch.save(leaves, file := io.BytesIO())
+            file.seek(0)
+            state = pytree.tree_unflatten(torch.load(file, weights_only=True), structure)
     last, offset = (4, 0) if levels else (3, start)
     assert apart == [step >= start and (step - offset) % last != 0 for step in range(20)]
 

@@ -27,12 +27,8 @@ from funshard._slices.random_slices import philox
 CLASSES = 4
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
-
-
-MODEL = network()
+torch.manual_seed(1)
+MODEL = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
 X, Y = torch.randn(4, 6, 3, dtype=torch.float64), torch.randint(CLASSES, (4, 6))
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
 POLICY = fs.policies.override(fs.by_type(nn.Linear), fs.by_path({"1": P()}))
@@ -126,7 +122,8 @@ def test_values_are_those_of_the_explicit_matrix(name: str) -> None:
     assert found.remainder < 1e-10
     assert len(found.values) <= len(values)
     assert_close(flat(fs.unshard(found.vector(-1), spec)).abs(), vectors[:, -1].abs(), rtol=1e-6, atol=1e-7)
-    gram = sum(curvature_gram(rows, spec, key) for key, rows in (found.basis or {}).items())
+    assert all(rows[0].numel() == spec.shard_numel(spec.by_key[key]) for key, rows in (found.basis or {}).items())
+    gram = sum(rows @ rows.T for rows in (found.basis or {}).values())
     assert_close(gram, torch.eye(len(found.values), dtype=torch.float64), rtol=0, atol=1e-12)
     moments = curvature.slq(operator, steps=100, probes=PROBES)
     spread = 2 * math.sqrt(float((a - a.diag().diag()).square().sum()) / PROBES)
@@ -134,11 +131,6 @@ def test_values_are_those_of_the_explicit_matrix(name: str) -> None:
     exact = curvature.hutchinson(operator, probes=PROBES)
     assert abs(exact.trace - moments.trace(lambda t: t)) < 1e-9  # the same vectors, and quadrature exact for them
     assert_close(flat(fs.unshard(exact.diagonal, spec)).sum(), exact.trace)
-
-
-def curvature_gram(rows: Tensor, spec: fs.PartitionSpec, key: str) -> Tensor:
-    assert rows[0].numel() == spec.shard_numel(spec.by_key[key])
-    return rows @ rows.T
 
 
 @seldom

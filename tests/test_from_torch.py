@@ -132,13 +132,6 @@ def test_shards(cls: Any, options: dict[str, Any], policy: fs.Policy) -> None:
     assert_close(got, by_torch(cls, options, start, 4), rtol=1e-14, atol=1e-15)
 
 
-def own_options(module: nn.Module, choices: list[dict[str, Any]], seed: int) -> Callable[[str], dict[str, Any]]:
-    """Which parameter has which options, at random."""
-    names = [name for name, _ in module.named_parameters()]
-    picks = torch.randint(len(choices), (len(names),), generator=torch.Generator().manual_seed(seed)).tolist()
-    return lambda name: choices[picks[names.index(name)]]
-
-
 OWN: list[tuple[Any, dict[str, Any], list[dict[str, Any]]]] = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}, [{}, {"weight_decay": 0.9}, {"lr": 0.5, "nesterov": True}]),
     (torch.optim.AdamW, {"fused": True}, [{}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9), "lr": 0.5}]),
@@ -155,7 +148,9 @@ def test_options_on_any_sharding(data: st.DataObject, case: Any, seed: int) -> N
     module = data.draw(strategies.modules())
     hypothesis.assume(any(p.numel() for p in module.parameters()))
     spec = data.draw(strategies.policies(module))(module).on(data.draw(strategies.meshes()))
-    start, own = numbers(module, 1), own_options(module, choices, seed)
+    start = numbers(module, 1)
+    picks = torch.randint(len(choices), (len(start),), generator=torch.Generator().manual_seed(seed)).tolist()
+    own = lambda name: choices[picks[[*start].index(name)]]  # noqa: E731
     got = on_ranks(cls, spec, start, 3, options=lambda name, param: own(name), **options)
     assert_close({name: got[name] for name in start}, by_torch(cls, options, start, 3, own), rtol=1e-13, atol=1e-14)
 

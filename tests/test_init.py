@@ -18,7 +18,7 @@ from collective_log import world
 from depth import at_most, depth, pairs
 from hypothesis import given
 from hypothesis import strategies as st
-from models import refused, unchanged
+from models import refused, unchanged, with_forward
 from peer_models import MLP, Net, Transformer
 from ranks import real_ranks
 from test_memory import Peak
@@ -360,21 +360,12 @@ def test_statistics_of_batch_norm() -> None:
     refused(ValueError, words, lambda: fs.functional_call(model, params, x, spec=spec))
 
 
-class Reading(nn.Linear):
-    """Whose forward does with its mask what torch also does without its values."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.register_buffer("mask", torch.eye(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) @ self.mask
-
-
 def test_what_has_no_values_is_not_read() -> None:
     """torch gives memory that nobody wrote to for a product by a tensor on the meta device."""
     with torch.device("meta"):
-        model = nn.Sequential(Reading(), nn.Linear(2, 2, bias=False))
+        reading = with_forward(nn.Linear, lambda self, x: nn.Linear.forward(self, x) @ self.mask)  # as torch also does without
+        model = nn.Sequential(reading(2, 2), nn.Linear(2, 2, bias=False))
+        model[0].mask = nn.Buffer(torch.eye(2))
     spec = fs.policies.whole()(model)
     params, x, before = fs.init(model, spec, seed=0), torch.randn(3, 2), model[0].mask
     words = r"buffers are on the meta device, without values: '0\.mask'; expected all in buffers="

@@ -259,13 +259,6 @@ def test_b10_uneven_slices(numel: int, size: int, align: int) -> None:
     assert aligned.shard_numel(unit) == align * -(-numel // (size * align))
 
 
-def spans(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> dict[str, tuple[int, int]]:
-    """Inclusive [first, last] element of each parameter in a rank's slice, as torch's shard metadata reports it."""
-    numbers = {name: torch.arange(p.numel()).view(p.shape).to(p.dtype) for name, p in model.named_parameters()}
-    pieces = fs.param_views(fs.shard(numbers, spec, rank=rank), spec, rank=rank)
-    return {name: (int(piece[0]), int(piece[-1])) for name, piece in pieces.items() if len(piece)}
-
-
 @pytest.mark.parametrize(
     ("size", "rank", "expected"),
     [
@@ -279,22 +272,19 @@ def spans(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> dict[str, tupl
     ],
 )
 def test_flat_param_shard_metadata_unaligned(size: int, rank: int, expected: dict[str, tuple[int, int]]) -> None:
-    """Three 10x10 weights: which elements of which a slice holds, clamped at the end; padding is in none."""
+    """Three 10x10 weights: the first and last element of which a slice holds, clamped at the end; padding is in none."""
     model = weights(10, 10, 10, 10)
-    assert spans(model, fs.policies.whole(P("shard", align=1))(model).on({"shard": size}), rank) == expected
-
-
-def transformer(shared: bool) -> nn.Transformer:
-    model = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
-    if shared:
-        model.decoder.layers[0].linear1.weight = model.encoder.layers[0].linear1.weight
-        model.decoder.layers[1].norm1 = model.encoder.layers[1].norm1
-    return model
+    spec = fs.policies.whole(P("shard", align=1))(model).on({"shard": size})
+    numbers = {name: torch.arange(p.numel()).view(p.shape).to(p.dtype) for name, p in model.named_parameters()}
+    pieces = fs.param_views(fs.shard(numbers, spec, rank=rank), spec, rank=rank)
+    assert {name: (int(piece[0]), int(piece[-1])) for name, piece in pieces.items() if len(piece)} == expected
 
 
 def test_a22_shared_parameters_belong_to_the_lowest_common_ancestor() -> None:
     """Tied across two units: owned once, above both, and known under every name; within one unit: by that one."""
-    model = transformer(shared=True)
+    model = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+    model.decoder.layers[0].linear1.weight = model.encoder.layers[0].linear1.weight
+    model.decoder.layers[1].norm1 = model.encoder.layers[1].norm1
     spec = fs.by_type(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)(model)
     for name in ["encoder.layers.0.linear1.weight", "decoder.layers.0.linear1.weight"]:
         unit, param = spec.by_name[name]

@@ -108,7 +108,7 @@ def test_ddp_parity_with_grad_scaler(rank: int) -> None:
 
 
 def test_dtypes() -> None:
-    """Gradients keep theirs; those of float16 are unscaled without overflowing on the way, and a scale that would overflow stays."""
+    """Gradients keep theirs; those of float16 overflow neither on the way nor by a larger scale."""
     init, update = ls.dynamic(SPEC)
     grads, state = update({"": torch.tensor([65504.0, 2.0**-8], dtype=torch.float16)}, init())
     assert state.finite

@@ -75,11 +75,9 @@ class Whole(Block):
         return torch.tanh(F.linear(rows, *w)).square().sum(), rows.shape[0]
 
 
-class InChunks(Whole):
-    """The same by `fs.chunked`."""
-
-    def sums(self, w: Any, rows: Tensor) -> Any:
-        return fs.chunked(super().sums, 3)(w, rows)
+IN_CHUNKS = {"sums": lambda self, w, rows: fs.chunked(functools.partial(Whole.sums, self), 3)(w, rows)}
+InChunks = type("InChunks", (Whole,), IN_CHUNKS)
+"""The same by `fs.chunked`."""
 
 
 def network(block: type[Block] = Block) -> nn.Module:
@@ -201,10 +199,6 @@ def convex(y: Tensor) -> Tensor:
     return y.logsumexp(-1).square().mean()
 
 
-def convex_of(tree: fs.Params) -> Tensor:
-    return convex(tree["y"])
-
-
 def gradient(f: Callable[[fs.Params], Tensor], at: Mapping[str, Tensor]) -> fs.Params:
     """By torch.autograd, with a graph for the next one."""
     leaves = {name: t if t.requires_grad else t.detach().requires_grad_() for name, t in at.items()}
@@ -260,7 +254,10 @@ class Reference:
     @functools.cached_property
     def gauss_newton_product(self) -> fs.Params:
         """The mean of J' H J v, with H that of `convex`; J v is a derivative with respect to the cotangent."""
-        return mean_of(self._curved(x, lambda y, u: gradient(lambda z: dot(gradient(convex_of, z), u), y)) for x in self.batch)
+        return mean_of(
+            self._curved(x, lambda y, u: gradient(lambda z: dot(gradient(lambda z: convex(z["y"]), z), u), y))
+            for x in self.batch
+        )
 
     @functools.cached_property
     def fisher_product(self) -> fs.Params:
@@ -378,10 +375,6 @@ def curved(on: OnRanks, state: State) -> Any:
     return on(rank)(*state)
 
 
-def of_many_models(loss: Callable[[fs.Params], Tensor], p: fs.Params, v: fs.Params) -> fs.Params:
-    return torch.vmap(grad(lambda p, weight: weight * loss(p)))(stacked(stack_of(p, v)), WEIGHTS)
-
-
 def through_steps(loss: Callable[[fs.Params], Tensor], p: fs.Params, v: fs.Params) -> fs.Params:
     def descend(p: fs.Params, rate: Tensor) -> tuple[fs.Params, None]:
         grads = fs.grad(loss)(p)
@@ -431,11 +424,6 @@ def compiled(on: OnRanks, state: State) -> Any:
         return once(params, x)
 
 
-def recorded(on: OnRanks, state: State) -> Any:
-    params, _, x, _ = state
-    return make_fx(on(step))(*elsewhere(params, x))(params, x)
-
-
 TRANSFORMS = {
     "`grad`": Transform(inside(lambda loss, p, v: grad(loss)(p)), lambda of, cut, rank: cut(of.gradient)),
     "`grad_and_value`": Transform(
@@ -451,14 +439,18 @@ TRANSFORMS = {
         curved, lambda of, cut, rank: (cut(of.gauss_newton_product), cut(of.fisher_product))),
     "`grad` of `grad`": Transform(
         inside(lambda loss, p, v: grad(lambda p: loss(p) + cubes(grad(loss)(p)))(p)), lambda of, cut, rank: cut(of.penalised)),
-    "`vmap` over parameters": Transform(inside(of_many_models), lambda of, cut, rank: stacked(cut(g) for g in of.elsewhere)),
+    "`vmap` over parameters": Transform(
+        inside(lambda f, p, v: torch.vmap(grad(lambda p, weight: weight * f(p)))(stacked(stack_of(p, v)), WEIGHTS)),
+        lambda of, cut, rank: stacked(cut(g) for g in of.elsewhere)),
     "`fs.scan`": Transform(inside(through_steps), lambda of, cut, rank: cut(of.through_steps)),
     "`per_sample_grads`": Transform(of_each_sample(), lambda of, cut, rank: stacked(of.samples[rank])),
     "`per_sample_grads(clip=)`": Transform(of_each_sample(clip=CLIP), lambda of, cut, rank: cut(of.private)),
     "plain autograd": Transform(by_plain_autograd(1), lambda of, cut, rank: cut(of.gradient)),
     "double backward": Transform(by_plain_autograd(2), lambda of, cut, rank: cut(of.penalised)),
     "`torch.compile`": Transform(compiled, lambda of, cut, rank: (cut(of.gradient), of.values[rank])),
-    "`make_fx`": Transform(recorded, lambda of, cut, rank: (cut(of.gradient), of.values[rank])),
+    "`make_fx`": Transform(
+        lambda on, state: make_fx(on(step))(*elsewhere(state[0], state[2]))(state[0], state[2]),
+        lambda of, cut, rank: (cut(of.gradient), of.values[rank])),
 }  # fmt: skip
 
 
@@ -479,16 +471,8 @@ def compiled_on_each(on: OnRanks, state: State) -> Any:
     return on(rank)(params, x)
 
 
-def autograd_on_each(on: OnRanks, state: State) -> Any:
-    def rank(of: Sharded, p: fs.Params, x: Tensor) -> Any:
-        return of.loss({k: t.requires_grad_() for k, t in p.items()}, x)
-
-    params, _, x, _ = state
-    return on(rank)(params, x)
-
-
 AROUND = Limit(
-    autograd_on_each,
+    lambda on, state: on(lambda of, p, x: of.loss({k: t.requires_grad_() for k, t in p.items()}, x))(state[0], state[2]),
     RuntimeError,
     "You are attempting to call Tensor.requires_grad_() (or perhaps using torch.autograd.functional.* APIs) inside of a "
     "function being transformed by a functorch transform. ",
@@ -576,12 +560,6 @@ def check(got: Any, transform: str, strategy: str, ranks: int, rank: int) -> Non
     assert_close(got, detached(expected), rtol=10**-DIGITS, atol=10**-DIGITS)
 
 
-def check_each(stacked: Any, transform: str, strategy: str, ranks: int) -> None:
-    for rank in range(ranks):
-        mine = pytree.tree_map(lambda t, rank=rank: t[rank], detached(stacked))
-        check(mine, transform, strategy, ranks, rank)
-
-
 def detached(tree: Any) -> Any:
     return pytree.tree_map(lambda t: t.detach(), tree)
 
@@ -630,7 +608,8 @@ def on_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
             assert type(raised.value) is limit.error
             assert limit.message in str(raised.value)
         result = TRANSFORMS[transform].run(on, state)
-    check_each(result, transform, strategy, ranks)
+    for rank in range(ranks):
+        check(pytree.tree_map(lambda t, rank=rank: t[rank], detached(result)), transform, strategy, ranks, rank)
 
 
 def on_real_ranks(rank: int, strategy: str, transforms: Iterable[str] = tuple(TRANSFORMS)) -> dict[str, Any]:

@@ -91,11 +91,7 @@ STACKS: dict[str, Callable[[Loss, Tree, Tree], Tree]] = {
 }
 
 
-def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x / 2, x - x / 2
-
-
-SENT = fs.Precision(codec=fs.Codec(halves, torch.add))
+SENT = fs.Precision(codec=fs.Codec(lambda x: (x / 2, x - x / 2), torch.add))
 TWICE = ["grad of grad", "fs.grad of grad", "autograd of grad", "grad of a pullback", "pulled back after all"]
 
 

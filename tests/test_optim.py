@@ -238,11 +238,7 @@ def dotted(a: fs.Params, b: fs.Params) -> Tensor:
     return torch.vdot(*(torch.cat([tree[name].flatten() for name in GRADIENTS]) for tree in (a, b)))
 
 
-def complex_like(full: fs.Params) -> fs.Params:
-    return {name: torch.complex(g, g.flip(0)) for name, g in full.items()}
-
-
-@pytest.mark.parametrize("values", [dict, complex_like])
+@pytest.mark.parametrize("values", [dict, lambda full: {name: torch.complex(g, g.flip(0)) for name, g in full.items()}])
 @pytest.mark.parametrize(
     ("policy", "sizes"),
     [*((policy, {"shard": n}) for policy in POLICIES.values() for n in (1, 2, 5)), (HYBRID, {"replicate": 2, "shard": 3})],

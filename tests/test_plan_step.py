@@ -495,11 +495,7 @@ def make_llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64))
 
 
-def moe_policy(p: P) -> fs.Policy:
-    """Experts as units of their own. The mesh needs no axis for them, of which each rank has all."""
-    return fs.policies.by_path({"blocks.*": p, "blocks.*.experts": p}, p)
-
-
+# the experts of moe are units of their own: the mesh needs no axis for them, of which each rank has all
 STEP_CASES = {
     "gpt": Case(
         lambda: common.GPT(6, 128, 2, 64),
@@ -513,7 +509,9 @@ STEP_CASES = {
             fs.functional_call(model, p, (batch[0],), {"labels": batch[1], "use_cache": False}, spec=spec).loss
         ),
     ),
-    "moe": Case(lambda: moe.MoE(2, 64, 4, 64, 128, 8), moe_policy, moe_value),
+    "moe": Case(
+        lambda: moe.MoE(2, 64, 4, 64, 128, 8), lambda p: fs.by_path({"blocks.*": p, "blocks.*.experts": p}, p), moe_value
+    ),
 }
 
 

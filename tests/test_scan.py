@@ -115,14 +115,6 @@ def test_every_derivative_is_that_of_the_loop(derivative: str, options: dict[str
 POLICIES = {"P(shard)": fs.policies.always(), "P()": fs.policies.whole(P()), "mixed": fs.by_path({"0": P(), "3": P("shard")})}
 
 
-def metagradient(mesh: Any, policy: str, x: Tensor, validation: Tensor, weights: Tensor, scan: Scan, **options: Any) -> Any:
-    """A rank's: of its own weights of samples, of the shared rate, and full of its slices of the first params."""
-    spec = POLICIES[policy](MODEL).on(mesh)
-    f = run_adamw(scan, spec, x, validation, **options)
-    weights_, lr, params = fs.grad(f, (0, 1, 2))(weights, LR, fs.shard(FULL, spec))
-    return weights_, lr, fs.unshard(params, spec)
-
-
 @functools.cache
 def wanted(ranks: int, *, seed: int = 1) -> Any:
     """By plain autograd of the unsharded model on the samples of all ranks, in one process."""
@@ -138,11 +130,13 @@ def wanted(ranks: int, *, seed: int = 1) -> Any:
 def check_law(rank: int, policy: str, mesh: Any, **options: Any) -> None:
     want_weights, want_lr, want_params = wanted(mesh.size())
     MODEL.eval()
-    weights, lr, params = metagradient(mesh, policy, X[rank], VALIDATION[rank], WEIGHTS[rank], fs.scan, **options)
+    spec = POLICIES[policy](MODEL).on(mesh)
+    f = run_adamw(fs.scan, spec, X[rank], VALIDATION[rank], **options)
+    weights, lr, params = fs.grad(f, (0, 1, 2))(WEIGHTS[rank], LR, fs.shard(FULL, spec))
     MODEL.train()
     assert_close(weights, mesh.size() * want_weights[rank], **EXACT)
     assert_close(lr, want_lr, **EXACT)
-    assert_close(params, want_params, **EXACT)
+    assert_close(fs.unshard(params, spec), want_params, **EXACT)
 
 
 @pytest.mark.parametrize(("policy", "options"), [("mixed", {}), ("P(shard)", {"segments": "log"})])
@@ -413,21 +407,12 @@ def closes_over(scale: Tensor) -> Any:
     return lambda s, x: (s * scale.sin() + x, s)
 
 
-def scans_again() -> Any:
-    inner = lambda s, x: (s.sin() * x, s.sum())  # noqa: E731
-    return lambda s, x: fs.scan(inner, s, torch.stack([x, x + 1, x * s]))
-
-
-def differentiates_a_closure() -> Any:
-    return lambda s, x: (s - fs.grad(lambda q: (q * x).sin().sum())(s), s)
-
-
 ORDINARY: dict[str, Callable[[], Any]] = {
     "counts in a variable": counts_in_a_variable,
     "carries a tensor": carries_a_tensor,
     "closes over a tensor": lambda: closes_over(torch.tensor(0.3).double()),
-    "scans again": scans_again,
-    "differentiates a closure": differentiates_a_closure,
+    "scans again": lambda: lambda s, x: fs.scan(lambda s, x: (s.sin() * x, s.sum()), s, torch.stack([x, x + 1, x * s])),
+    "differentiates a closure": lambda: lambda s, x: (s - fs.grad(lambda q: (q * x).sin().sum())(s), s),
     "detaches": lambda: lambda s, x: (s / 2 + (s * x).detach() * s, x * s.exp()),
     "returns its slice": lambda: lambda s, x: (x, s),
     "returns its state": lambda: lambda s, x: (s, s * x),

@@ -34,10 +34,6 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def output(case: Case, params: Params, spec: PartitionSpec, x: Tensor) -> Tensor:
-    return fs.functional_call(case.model, params, (x,), spec=spec)
-
-
 @given(cases())
 def test_unshard_inverts_shard(case: Case) -> None:
     """U(S(t)) is t on every rank, whatever the policy and the mesh; as values without gradient, too."""
@@ -78,7 +74,7 @@ def test_l3_padding_is_never_observable(case: Case, x: int) -> None:
 
     def results(mesh: Mesh, params: Params, x: Tensor) -> list[Params]:
         spec = case.spec.on(mesh)
-        loss = lambda params: output(case, params, spec, x)  # noqa: E731
+        loss = lambda params: fs.functional_call(case.model, params, (x,), spec=spec)  # noqa: E731
         dense = lambda params: sum((t**2).sum() * (x + 1) for t in fs.unshard(params, spec).values())  # noqa: E731
         grads = [torch.func.grad(loss)(params), fs.grad(loss)(params)]
         grads += [torch.func.grad(dense)(params)] if params else []
@@ -460,11 +456,6 @@ def test_l6_reshard(rank: int) -> None:
         same(fs.reshard(shards[old], old, new), fs.shard(full, new, rank=rank))
 
 
-def sorted_like(full: Params, model: nn.Module, grads: tuple[Tensor, ...]) -> list[Tensor]:
-    named = dict(zip([name for name, p in model.named_parameters() if p.requires_grad], grads, strict=True))
-    return [named[name] for name in full]
-
-
 @real_ranks(4)
 def test_parts_of_the_tree(rank: int) -> None:
     """What partition gives is gathered and resharded by itself, and differentiated: LoRA's trainable part."""
@@ -489,8 +480,9 @@ def test_parts_of_the_tree(rank: int) -> None:
 
     for grad in (fs.grad, torch.func.grad):
         full = fs.unshard(grad(loss)(trained), spec)
-        plain = torch.autograd.grad(model(xs).pow(2).sum() / 4, [p for p in model.parameters() if p.requires_grad])
-        torch.testing.assert_close([*full.values()], sorted_like(full, model, plain), rtol=1e-9, atol=1e-9)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        plain = torch.autograd.grad(model(xs).pow(2).sum() / 4, [*named.values()])
+        torch.testing.assert_close(full, dict(zip(named, plain, strict=True)), rtol=1e-9, atol=1e-9)
 
 
 @real_ranks(2)

@@ -31,11 +31,6 @@ def cases(draw: st.DrawFn) -> tuple[nn.Module, Policy]:
     return model, draw(policies(model))
 
 
-def meta_twin(model: nn.Module) -> nn.Module:
-    twins = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, twins)
-
-
 def shuffled(model: nn.Module, seed: int) -> nn.Module:
     """A copy in which submodules and parameters were registered in another order."""
     model, rng = copy.deepcopy(model), random.Random(seed)
@@ -56,7 +51,8 @@ def test_s1_purity(case: tuple[nn.Module, Policy]) -> None:
         spec = policy(model)
         assert policy(model) == spec == policy(fs.module_tree(model))
     assert policy(copy.deepcopy(model)) == spec
-    assert policy(meta_twin(model)) == spec
+    twins = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    assert policy(copy.deepcopy(model, twins)) == spec
 
 
 @given(cases())

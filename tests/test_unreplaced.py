@@ -51,16 +51,14 @@ HELD: dict[str, tuple[Callable[[Tensor], Any], str, Callable[[Any], Any]]] = {
 }
 
 
-def read_held(self: Any, x: Tensor) -> Tensor:
-    return self.linear(x) if self.use is None else self.linear(x) @ self.use(self.held)
-
-
 def hold(hold: Callable[[Tensor], Any], use: Callable[[Any], Any] | None) -> dict[str, Any]:
     linear = nn.Linear(4, 4).double()
     return {"linear": linear, "use": use, "held": hold(linear.weight)}
 
 
-Holds = module_class("Holds", hold, read_held)
+Holds = module_class(
+    "Holds", hold, lambda self, x: self.linear(x) if self.use is None else self.linear(x) @ self.use(self.held)
+)
 """A module that holds a parameter twice."""
 
 
