@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from models import module_class
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call as call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
@@ -162,6 +163,11 @@ pieces(
     Rewrapped=lambda m, x: F.linear(x, nn.Parameter(m.l.weight.data.clone())) + m.l(x),
     # saved-tensor hooks of its own
     SavedOnCpu=lambda m, x: under(saved_tensors_hooks(lambda t: t.clone(), lambda t: t), lambda: torch.tanh(m.l(x))),
+    # fast weights, and those of a step of gradient descent: MAML within
+    FastWeights=lambda m, x: call(m.l, {k: p - 0.1 * p.tanh() for k, p in m.l.named_parameters()}, (x,)) + m.l(x),
+    InnerStep=lambda m, x: F.linear(
+        x, m.l.weight - 0.1 * torch.func.grad(lambda w: F.linear(x, w).pow(2).mean())(m.l.weight), m.l.bias
+    ),
     Custom=lambda m, x: Product.apply(x, m.l.weight) + m.l.bias,
     CustomOld=lambda m, x: OldProduct.apply(x, m.l.weight) + m.l.bias,
 )
@@ -169,6 +175,7 @@ pieces(
     Two,
     Mlp=lambda m, x: x + m.m(torch.tanh(m.l(x))),
     ProbeWithoutGrad=lambda m, x: under(torch.no_grad(), lambda: torch.sigmoid(m.m(m.l(x)))) * m.l(x) + m.m(x),
+    Hypernetwork=lambda m, x: call(m.m, {"weight": m.m.weight * torch.tanh(m.l.weight)}, (x,)),
     StopGradientOutput=lambda m, x: m.l(x) * m.m(x).detach(),
     Branches=lambda m, x: m.l(x) if float(x.detach().sum()) > 0 else m.m(x),
     BranchesOnAWeight=lambda m, x: m.l(x) if float(m.l.bias.detach()[0]) > 0 else m.m(x) * m.l.bias,
@@ -412,23 +419,11 @@ def Counts(m: Any, x: Tensor) -> Tensor:
 
 
 # ---- modules called on other parameters, functions of torch.func within
-@forward_of(Two)
-def Hypernetwork(m: Any, x: Tensor) -> Tensor:
-    weight = m.m.weight * torch.tanh(m.l.weight)
-    return torch.func.functional_call(m.m, {"weight": weight}, (x,))
-
-
-@forward_of(One)
-def FastWeights(m: Any, x: Tensor) -> Tensor:
-    fast = {k: p - 0.1 * p.tanh() for k, p in m.l.named_parameters()}
-    return torch.func.functional_call(m.l, fast, (x,)) + m.l(x)
-
-
 @forward_of(One, lambda: {"inner": nn.Sequential(linear_(), nn.Tanh(), linear_())})
 def WholeInner(m: Any, x: Tensor) -> Tensor:
     """The inner model has blocks of its own."""
     params = {k: p * 1.1 for k, p in m.inner.named_parameters()}
-    return torch.func.functional_call(m.inner, params, (m.l(x),))
+    return call(m.inner, params, (m.l(x),))
 
 
 @forward_of(One)
@@ -438,14 +433,6 @@ def InnerAutograd(m: Any, x: Tensor) -> Tensor:
         energy = torch.tanh(m.l(z)).sum()
         (force,) = torch.autograd.grad(energy, z, create_graph=True)
     return force
-
-
-@forward_of(One)
-def InnerStep(m: Any, x: Tensor) -> Tensor:
-    """A step of gradient descent on its weight, then a run with that: MAML within."""
-    weight = m.l.weight
-    step = torch.func.grad(lambda w: F.linear(x, w).pow(2).mean())(weight)
-    return F.linear(x, weight - 0.1 * step, m.l.bias)
 
 
 # ---- parameters that change in forward

@@ -14,7 +14,7 @@ import pytest
 import torch
 from depth import at_most, pairs
 from models import EXACT, Architecture, assert_mean_gradients, module_class, unchanged, with_forward
-from parity import GRADIENTS
+from parity import GRADIENTS, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -197,14 +197,8 @@ def test_an_error_of_forward_whose_message_cannot_be_read(rank: int) -> None:
 
 
 # --- modules that a custom autograd.Function runs in its backward ---
-POLICIES = {
-    "layers": fs.by_type(nn.Linear),
-    "remat": fs.by_type(nn.Linear, p=P("shard", remat=True)),
-    "whole": fs.policies.whole(),
-    "remat_whole": fs.policies.whole(P("shard", remat=True)),
-    "kept": fs.by_type(nn.Linear, p=P("shard", reshard=False)),
-    "replicated": fs.by_type(nn.Linear, p=P()),
-}
+POLICIES = {name: fs.by_type(nn.Linear, p=p) for name, p in strategies("shard", "remat", "keep", "replicated").items()}
+POLICIES |= {"whole": fs.policies.whole(), "remat_whole": fs.policies.whole(P("shard", remat=True))}
 KINDS = [*(("reversible", way) for way in ("fs", "backward")), *(("implicit", way) for way in GRADIENTS)]
 """The old style is not for torch.func."""
 
@@ -309,8 +303,8 @@ def test_modules_that_run_in_backward_are_refused(kind: str, policy: str, way: s
 @real_ranks(2)
 def test_on_two_ranks_they_are_refused_or_arguments(rank: int) -> None:
     """Refused on every rank, which may go on; as arguments right."""
-    refused("reversible", "layers", "fs")
-    test_parameters_as_arguments_are_right("layers")
+    refused("reversible", "shard", "fs")
+    test_parameters_as_arguments_are_right("shard")
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if "remat" not in name])
@@ -342,7 +336,7 @@ def test_other_modules_may_run_in_backward() -> None:
     """Another model, and this one before backward and after it."""
     model, x = build("arguments")
     teacher = nn.Linear(3, 3).double()
-    spec = POLICIES["layers"](model)
+    spec = POLICIES["shard"](model)
     leaves = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
     out = fs.functional_call(model, leaves, x, spec=spec)["out"]
     out.register_hook(lambda g: g + teacher(x).detach())

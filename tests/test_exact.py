@@ -314,15 +314,14 @@ def checkpointed(self: nn.Linear, x: Tensor) -> Tensor:
     return checkpoint(functools.partial(nn.Linear.forward, self), x, use_reentrant=False)
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        (lambda: with_forward(nn.Linear, checkpointed)(3, 3), CHECKPOINTS),
-        (lambda: spectral_norm(nn.Linear(3, 3)), SPECTRAL),
-        (lambda: with_forward(nn.Linear, branch)(3, 3), BRANCHES),
-    ],
-    ids=["checkpoint", "spectral_norm", "branch"],
-)
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "checkpoint": (lambda: with_forward(nn.Linear, checkpointed)(3, 3), CHECKPOINTS),
+    "spectral_norm": (lambda: spectral_norm(nn.Linear(3, 3)), SPECTRAL),
+    "branch": (lambda: with_forward(nn.Linear, branch)(3, 3), BRANCHES),
+}
+
+
+@pytest.mark.parametrize(("block", "message"), BLOCKS.values(), ids=BLOCKS)
 def test_simulated_ranks_refuse_in_our_words(block: Callable[[], nn.Module], message: str) -> None:
     """A forward that torch.vmap cannot run, and gradient checkpointing: the module, and what to do."""
     model = nn.Sequential(block()).double()

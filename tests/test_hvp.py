@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, each, every, pairs, some
 from models import module_class, refused
-from parity import shards_of
+from parity import shards_of, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.func import grad, jvp
@@ -74,14 +74,9 @@ def squares(tree: fs.Params) -> Tensor:
 
 HV = jvp(grad(reference), (FULL,), (V,))[1]
 HIGHER = grad(lambda p: squares(jvp(grad(reference), (p,), (V,))[1]))(FULL)
-POLICIES = {
-    "blocks": fs.by_type(Block),
-    "always": fs.policies.always(),
-    "kept": fs.by_type(Block, p=P("shard", reshard=False)),
-    "replicated": fs.policies.always(P()),
-    "remat": fs.by_type(Block, p=P("shard", remat=True)),
-    "sent": fs.policies.always(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x / 2, x / 2), torch.add)))),
-}
+POLICIES = {name: fs.by_type(Block, p=p) for name, p in strategies("shard", "keep", "remat").items()}
+POLICIES |= {"always": fs.policies.always(), "replicated": fs.policies.always(P())}
+POLICIES["sent"] = fs.policies.always(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x / 2, x / 2), torch.add))))
 PRODUCTS: dict[str, tuple[Callable[..., fs.Params], fs.Params]] = {
     "as there are rules": (fs.hvp, HV),
     "reverse": (lambda f, p, v: fs.hvp(f, p, v, forward=False), HV),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from depth import at_most, depth, each, seldom
 from models import of_transformers, refused
-from parity import shards_of, step_with
+from parity import shards_of, step_with, strategies
 from ranks import Pool, mesh_of, real_ranks
 from test_by_matrix import ALONE as ON_ONE
 from test_by_matrix import GRADS, MODEL, PARAMS, REST, WANTED, collect, matrices_on, spec_on
@@ -424,14 +424,11 @@ def test_in_backward(rank: int, donate: bool) -> None:
         params, state = got.params, got.state
 
 
-STRATEGIES: dict[str, Any] = {
-    "shard": P("shard"),
-    "kept": P("shard", reshard=False),
-    "bfloat16": P("shard", precision=fs.Precision(param=torch.bfloat16)),
-    "offload": P("shard", offload="params"),
-    "remat": P("shard", remat=True),
-    "replicated": P(),
-}
+STRATEGIES = strategies(
+    *("shard", "keep", "remat", "replicated"),
+    bfloat16=P("shard", precision=fs.Precision(param=torch.bfloat16)),
+    offload=P("shard", offload="params"),
+)
 
 
 def small() -> nn.Module:

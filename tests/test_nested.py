@@ -15,7 +15,7 @@ import torch
 import torch._dynamo  # torch imports it in its first operator under a mode, and that import holds frames, and their tensors
 import torch.autograd.forward_ad as forward_ad
 from collective_log import world
-from depth import at_most, each, every, mark_seldom, seldom
+from depth import at_most, each, every, mark_seldom
 from models import module_class, refused
 from parity import plain_grad, squared_loss
 from ranks import real_ranks
@@ -92,26 +92,17 @@ STACKS: dict[str, Callable[[Loss, Tree, Tree], Tree]] = {
 
 
 SENT = fs.Precision(codec=fs.Codec(lambda x: (x / 2, x - x / 2), torch.add))
+USUAL = ["grad of grad", "fs.grad of grad", "autograd of grad", "grad of grad of grad", "jvp of grad", "grad of jvp"]
+USUAL += ["grad of a pullback", "two calls in one"]
 TWICE = ["grad of grad", "fs.grad of grad", "autograd of grad", "grad of a pullback", "pulled back after all"]
+STAYS = {**dict.fromkeys(TWICE, 3), "jvp of grad": 6, "jvp of jvp of grad": 9}
+"""Units that are alive at most."""
 
 
 @at_most(3)
 @each
 @pytest.mark.parametrize("p", [P("shard"), P("shard", precision=SENT)], ids=["plain", "codec"])
-@pytest.mark.parametrize(
-    "name",
-    mark_seldom(
-        STACKS,
-        "grad of grad",
-        "fs.grad of grad",
-        "autograd of grad",
-        "grad of grad of grad",
-        "jvp of grad",
-        "grad of jvp",
-        "grad of a pullback",
-        "two calls in one",
-    ),
-)
+@pytest.mark.parametrize("name", mark_seldom(STACKS, *USUAL))
 @real_ranks(2)
 def test_every_stack_is_exact(rank: int, name: str, p: P) -> None:
     """Beside the same stack on full parameters and the mean of the ranks' losses, and with weights saved in every way."""
@@ -174,19 +165,11 @@ def held(name: str, blocks: int) -> tuple[float, int]:
         return alive.peak / spec.padded_numel(spec.by_key["0"]), len(alive.gathered)
 
 
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [
-        *((name, 3) for name in TWICE[:2]),
-        *(pytest.param(name, 3, marks=seldom) for name in TWICE[2:]),
-        ("jvp of grad", 6),
-        pytest.param("jvp of jvp of grad", 9, marks=seldom),
-    ],
-)
-def test_no_unit_stays(name: str, most: int) -> None:
+@pytest.mark.parametrize("name", mark_seldom(STAYS, *TWICE[:2], "jvp of grad"))
+def test_no_unit_stays(name: str) -> None:
     """As many at 8 blocks as at 4: one that runs and those that were gathered last, with tangents two or three times that."""
     few, many = held(name, 4), held(name, 8)
-    assert few[0] == many[0] == most
+    assert few[0] == many[0] == STAYS[name]
     if name == "fs.grad of grad":  # less than a gather for each unit in each of three passes, and one for its cotangent
         assert many[1] - few[1] == 4 * 5
 

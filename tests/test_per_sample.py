@@ -17,6 +17,7 @@ from depth import at_most, depth, every, mark_seldom, seldom, some
 from gradient_cases import Case, cases
 from hypothesis import given
 from models import module_class, refused
+from parity import strategies as strategies_of
 from ranks import real_ranks
 from test_local import objective, spec_of, whole_params
 from test_memory import Peak, no_collector
@@ -48,14 +49,8 @@ MODEL = network()
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
 RANKS, SAMPLES = 3, 4
 X, Y = torch.randn(RANKS, SAMPLES, 7, 3, dtype=torch.float64), torch.randn(RANKS, SAMPLES, 7, 2, dtype=torch.float64)
-POLICIES = {
-    "blocks": fs.by_type(Block),
-    "kept": fs.by_type(Block, p=fs.P("shard", reshard=False)),
-    "remat": fs.by_type(Block, p=fs.P("shard", remat=True)),
-    "always": fs.policies.always(),
-    "replicated": fs.by_type(Block, p=fs.P()),
-    "mixed": fs.by_path({"1": fs.P(), "4": fs.P("shard")}),
-}
+POLICIES = {name: fs.by_type(Block, p=p) for name, p in strategies_of("shard", "keep", "remat", "replicated").items()}
+POLICIES |= {"always": fs.policies.always(), "mixed": fs.by_path({"1": fs.P(), "4": fs.P("shard")})}
 
 
 def reference(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
@@ -170,7 +165,7 @@ def noise_of(policy: fs.Policy, sizes: Any, seeds: list[int] | None = None, **op
 
 def test_noise_is_the_same_at_any_number_of_ranks() -> None:
     """Independent normal numbers for all parameters; none in the padding; replicas alike."""
-    policy = POLICIES["blocks"]
+    policy = POLICIES["shard"]
     specs = {n: policy(MODEL).on({"shard": n}) for n in (1, 2, 5)}
     alone, on_two, on_five = (
         fs.unflatten({key: z.flatten() for key, z in noise_of(policy, n).items()}, spec) for n, spec in specs.items()
@@ -250,7 +245,7 @@ def test_real_ranks_agree_with_simulated_ones(rank: int) -> None:
         assert_close({k: g.detach() for k, g in grads.items()}, {k: z[rank] for k, z in simulated.items()}, **CLOSE)
 
 
-@every(ranks_with=[1, 0], policy=mark_seldom(POLICIES, "blocks", "replicated"))
+@every(ranks_with=[1, 0], policy=mark_seldom(POLICIES, "shard", "replicated"))
 @real_ranks(2)
 def test_a_rank_without_samples(rank: int, policy: str, ranks_with: int) -> None:
     """It adds nothing, and the others do not wait for it; without any sample at all there is the noise alone."""

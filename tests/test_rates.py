@@ -34,11 +34,6 @@ POLICIES = {
 }
 
 
-def own(name: str, param: fs.Param) -> dict[str, float]:
-    """Of biases another one, which keeps its ratio."""
-    return {"lr": 0.1} if name.endswith("bias") else {}
-
-
 def sign(grad: Tensor, state: Any, param: Tensor, *, lr: Any) -> tuple[Tensor, Any]:
     momentum = 0.9 * state["momentum"] + grad
     return param - lr * momentum / (1 + momentum.square().sum()).sqrt(), {"momentum": momentum}

@@ -257,15 +257,8 @@ def on_groups(rank: int, cases: list[Case], sizes: dict[str, int]) -> list[Tenso
     """This rank's results of cases whose first levels are the axes of a real mesh."""
     mesh = real_mesh(tuple(sizes.values()), tuple(sizes))
     index = tuple(int(i) for i in torch.arange(math.prod(sizes.values())).view(*sizes.values()).eq(rank).nonzero()[0])
-    return [
-        nest(
-            case.levels[len(sizes) :],
-            dict(mesh.axes),
-            lambda axes, x: WAYS[case.way](COLLECTIVES[case.op])[0](x, axes[case.over]),
-            stacked(case, index),
-        )
-        for case in cases
-    ]
+    run = lambda case: lambda axes, x: WAYS[case.way](COLLECTIVES[case.op])[0](x, axes[case.over])  # noqa: E731
+    return [nest(case.levels[len(sizes) :], dict(mesh.axes), run(case), stacked(case, index)) for case in cases]
 
 
 def check_on_groups(pool: Pool, many: list[Case], sizes: dict[str, int]) -> None:
