@@ -13,7 +13,7 @@ import pytest
 import torch
 from depth import at_most, depth, each, seldom
 from models import refused
-from ranks import Pool, at_rank, real_ranks
+from ranks import at_rank, real_ranks
 from test_compile import IMPORT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,34 +113,26 @@ def test_all_of_it_on_simulated_ranks(policy: str) -> None:
     assert_close(got, expected)
 
 
-def on_real_ranks(rank: int, shape: tuple[int, int], path: Path | None = None) -> None:
-    """Each policy with one of the options, or thoroughly with each."""
+@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=seldom)])
+@real_ranks(lambda shape: math.prod(shape))
+def test_all_of_it_on_real_ranks(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    """Each policy with one of the options, or thoroughly with each. Saved in the middle: loaded on one rank, with other units,
+    with or without ``like``, the run goes on."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     given: list[dict[str, Any]] = [{}, {"donate": True}, {"rule": True}]
     for policy, options in depth([*zip(POLICIES.values(), given, strict=True)], [*product(POLICIES.values(), given)]):
         spec = policy(MODEL).on(mesh)
         check_run(spec, *run_steps(spec, rank, 6, **options), 6)
-    if path is not None:
-        spec = fs.by_path({"0": P("shard"), "1": P()})(MODEL).on(mesh)
-        params, state = run_steps(spec, rank, 4)
-        fs.checkpoint.save(path, {"params": params, "opt": state}, spec).wait()
-
-
-def test_all_of_it_on_real_ranks(gloo2: Pool, tmp_path: Path) -> None:
-    """And saved in the middle: loaded on one rank, with other units, with or without ``like``, the run goes on."""
-    gloo2.run(on_real_ranks, (1, 2), tmp_path / "four")
+    spec = fs.by_path({"0": P("shard"), "1": P()})(MODEL).on(mesh)
+    params, state = run_steps(spec, rank, 4)
+    fs.checkpoint.save(tmp_path / "a", {"params": params, "opt": state}, spec).wait()
     spec = fs.policies.always()(MODEL).on({"shard": 1})
     init, _ = everything(spec)
     params = fs.shard(FULL, spec)
     for like in (None, {"params": params, "opt": init(params)}):
-        found = fs.checkpoint.load(tmp_path / "four", spec, like=like)
+        found = fs.checkpoint.load(tmp_path / "a", spec, like=like)
         assert pytree.tree_structure(found["opt"]) == pytree.tree_structure(init(params))
         check_run(spec, *run_steps(spec, 0, 6, 4, (found["params"], found["opt"])), 6)
-
-
-@seldom
-def test_all_of_it_on_four_real_ranks(gloo4: Pool) -> None:
-    gloo4.run(on_real_ranks, (2, 2))
 
 
 # --- chain ---

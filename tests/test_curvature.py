@@ -227,38 +227,26 @@ def test_early_ends_of_cg_and_lanczos() -> None:
 
 def test_what_is_refused() -> None:
     operator, v = diagonal(torch.ones(3)), {"": torch.ones(3).double()}
-    wrongs: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (
-            ValueError,
-            r"curvature: the vector: '': expected \[3\] torch.float64 .* got \[2\]",
-            lambda: operator @ {"": v[""][:2]},
-        ),
-        (
-            ValueError,
-            r"'': expected .* torch.float64 as in the operator's params, got .* torch.float32",
-            lambda: operator @ {"": torch.ones(3)},
-        ),
-        (ValueError, r"'other': expected none", lambda: operator @ (v | {"other": v[""]})),
-        (TypeError, r"the vector: expected a dict of tensors", lambda: operator @ v[""]),
-        (
-            ValueError,
-            r"lanczos: expected a vector of finite values, got nan",
-            lambda: curvature.lanczos(operator, {"": v[""] * math.nan}, 2),
-        ),
-        (ValueError, r"cg: expected a vector of finite values, got inf", lambda: curvature.cg(operator, {"": v[""] / 0})),
-        (ValueError, r"lanczos: expected a vector that is not zero", lambda: curvature.lanczos(operator, {"": v[""] * 0}, 2)),
-        (ValueError, r"lanczos: steps: expected a whole number from 1 on", lambda: curvature.lanczos(operator, v, 0)),
-        (ValueError, r"cg: damping: expected a number from 0 on, got -1", lambda: curvature.cg(operator, v, damping=-1)),
-        (ValueError, r"curvature: damping: expected a finite number", lambda: operator + math.inf),
-        (TypeError, r"unsupported operand", lambda: operator + "1"),
-        (ValueError, r"slq: probes", lambda: curvature.slq(operator, steps=2, probes=0)),
-        (ValueError, r"hutchinson: probes", lambda: curvature.hutchinson(operator, probes=0)),
-        (TypeError, r"expected float32 or float64, got torch.bfloat16", lambda: diagonal(torch.ones(3), torch.bfloat16)),
-        (TypeError, r"expected float32 or float64, got torch.complex64", lambda: diagonal(torch.ones(3), torch.complex64)),
-        (ValueError, r"axpy: 'b' is in y only", lambda: fs.optim.axpy(1.0, v, v | {"b": v[""]})),
-    ]
-    for error, message, call in wrongs:
-        refused(error, message, call)
+    wrongs: dict[str, Callable[[], Any]] = {
+        r"curvature: the vector: '': expected \[3\] torch.float64 .* got \[2\]": lambda: operator @ {"": v[""][:2]},
+        r"'': expected .* torch.float64 as in the operator's params, got .*float32": lambda: operator @ {"": torch.ones(3)},
+        r"'other': expected none": lambda: operator @ (v | {"other": v[""]}),
+        r"lanczos: expected a vector of finite values, got nan": lambda: curvature.lanczos(operator, {"": v[""] * math.nan}, 2),
+        r"cg: expected a vector of finite values, got inf": lambda: curvature.cg(operator, {"": v[""] / 0}),
+        r"lanczos: expected a vector that is not zero": lambda: curvature.lanczos(operator, {"": v[""] * 0}, 2),
+        r"lanczos: steps: expected a whole number from 1 on": lambda: curvature.lanczos(operator, v, 0),
+        r"cg: damping: expected a number from 0 on, got -1": lambda: curvature.cg(operator, v, damping=-1),
+        r"curvature: damping: expected a finite number": lambda: operator + math.inf,
+        r"slq: probes": lambda: curvature.slq(operator, steps=2, probes=0),
+        r"hutchinson: probes": lambda: curvature.hutchinson(operator, probes=0),
+        r"axpy: 'b' is in y only": lambda: fs.optim.axpy(1.0, v, v | {"b": v[""]}),
+    }
+    for message, call in wrongs.items():
+        refused(ValueError, message, call)
+    refused(TypeError, r"the vector: expected a dict of tensors", lambda: operator @ v[""])
+    refused(TypeError, r"unsupported operand", lambda: operator + "1")
+    for dtype in (torch.bfloat16, torch.complex64):
+        refused(TypeError, rf"expected float32 or float64, got {dtype}", lambda: diagonal(torch.ones(3), dtype))
     not_finite = curvature.Operator(lambda v: {"": v[""] * math.inf}, operator.params, operator.spec)
     refused(ValueError, r"lanczos: expected a vector of finite values", lambda: curvature.lanczos(not_finite, v, 2))
     skew = torch.tensor([[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]).double()

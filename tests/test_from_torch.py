@@ -315,6 +315,8 @@ def test_every_optimizer_is_right_or_refused() -> None:
     """All of this torch's: of halves it makes the halves of what it makes of the whole, or it is refused by name."""
     classes = [c for c in vars(torch.optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
     assert {torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam, torch.optim.Optimizer} <= set(classes)
+    assert {cls for cls, _ in CASES} == set(ELEMENTWISE_CLASSES)  # each is in the cases of this file, once
+    assert len({*NAMES}) == len(CASES)
     for cls in classes:
         if cls not in ELEMENTWISE_CLASSES:
             for vouched in (None, lambda p: {}):
@@ -486,14 +488,10 @@ def test_padding_is_left_alone() -> None:
 
 # --- ranks ---
 def test_options_of_simulated_ranks_are_refused() -> None:
-    module = model()
-
-    def build(mesh: Any, x: Tensor) -> Tensor:
-        from_torch(torch.optim.SGD, spec=fs.policies.whole()(module).on(mesh), options=decayed)
-        return x
-
-    with pytest.raises(ValueError, match="simulated ranks are all there at once: expected a mesh"):
-        fs.testing.spmd(build, 2)(torch.zeros(2))
+    spec = fs.policies.whole()(model())
+    build = lambda mesh, x: from_torch(torch.optim.SGD, spec=spec.on(mesh), options=decayed) and x  # noqa: E731
+    words = "simulated ranks are all there at once: expected a mesh"
+    refused(ValueError, words, lambda: fs.testing.spmd(build, 2)(torch.zeros(2)))
 
 
 @real_ranks(2)
@@ -575,9 +573,3 @@ def test_mistakes_in_options() -> None:
     init, update = from_torch(torch.optim.SGD, lr=0.0, spec=at_rank(spec, 0), options=of_bias({"lr": 0.1}))
     params = fs.shard(numbers(model(), 1), spec, rank=0)
     refused(ValueError, "keeps its ratio to the default one", lambda: update(params, init(params), params, lr=0.1))
-
-
-def test_all_cases_are_here() -> None:
-    """Of every class that is known to work element by element, each once."""
-    assert {cls for cls, _ in CASES} == set(ELEMENTWISE_CLASSES)
-    assert len({*NAMES}) == len(CASES)

@@ -16,20 +16,7 @@ import torch
 from cases import each_rank, stacked
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every
-from gradient_cases import (
-    Case,
-    Loss,
-    agree,
-    assert_shards_of_mean,
-    assume_exact,
-    calls,
-    cases,
-    inputs,
-    mean_loss,
-    models,
-    penalty,
-    values,
-)
+from gradient_cases import agree, assert_shards_of_mean, assume_exact, calls, cases, inputs, mean_loss, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import refused, with_forward
@@ -54,13 +41,13 @@ def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
 @both
 @settings(max_examples=depth(6, 300))
 @given(case=cases())
-def test_g1_gradients_are_shards_of_the_mean_gradient(case: Case, exact: bool) -> None:
+def test_g1_gradients_are_shards_of_the_mean_gradient(case: Any, exact: bool) -> None:
     """By torch.func.grad and fs.grad, alike, of a loss of gathered values and a penalty on shards."""
     for by in (grad, fs.grad):
         assert_shards_of_mean(case, lambda f, p, v, by=by: by(f)(p), exact=exact)
 
 
-def squares(f: Loss, p: Mapping[str, Tensor]) -> Tensor:
+def squares(f: Any, p: Mapping[str, Tensor]) -> Tensor:
     return sum((g**2).sum() for g in grad(f)(p).values())
 
 
@@ -80,7 +67,7 @@ HIGHER = {
 @pytest.mark.parametrize("transform", HIGHER.values(), ids=HIGHER)
 @settings(max_examples=depth(3, 150))
 @given(case=cases())
-def test_g3_higher_derivatives_are_shards_of_the_mean_ones(transform: object, case: Case, exact: bool) -> None:
+def test_g3_higher_derivatives_are_shards_of_the_mean_ones(transform: object, case: Any, exact: bool) -> None:
     """HVPs both ways, a penalty on the sharded gradient, and third order, of constant directions and of the gradient itself."""
     assert_shards_of_mean(case, transform, exact=exact)
 
@@ -89,16 +76,16 @@ def test_g3_higher_derivatives_are_shards_of_the_mean_ones(transform: object, ca
 @pytest.mark.parametrize("member", [0, 1])
 @settings(max_examples=depth(4, 250))
 @given(case=cases())
-def test_g3_ensembles(member: int, case: Case) -> None:
+def test_g3_ensembles(member: int, case: Any) -> None:
     """vmap of grad over stacked shards is, for each member, that member's own gradient."""
 
-    def each(f: Loss, p: fs.Params, v: fs.Params) -> fs.Params:
+    def each(f: Any, p: fs.Params, v: fs.Params) -> fs.Params:
         return {k: g[member] for k, g in vmap(grad(f))({k: torch.stack([p[k], v[k]]) for k in p}).items()}
 
     assert_shards_of_mean(case, each, lambda f, p, v: grad(f)((p, v)[member]))
 
 
-def descended(f: Loss, p: fs.Params, steps: int, rate: float, by: object = fs.grad) -> fs.Params:
+def descended(f: Any, p: fs.Params, steps: int, rate: float, by: object = fs.grad) -> fs.Params:
     for _ in range(steps):
         p = {k: p[k] - rate * g for k, g in by(f)(p).items()}
     return p
@@ -106,7 +93,7 @@ def descended(f: Loss, p: fs.Params, steps: int, rate: float, by: object = fs.gr
 
 @settings(max_examples=depth(3, 200))
 @given(cases(models(1)), st.integers(1, 2))
-def test_g3_maml(case: Case, steps: int) -> None:
+def test_g3_maml(case: Any, steps: int) -> None:
     """The gradient of the loss after k sharded steps, through these steps: exact uphill (no number cancels), close downhill."""
     for exact, rate in ((True, -1.0), (False, 2**-4)):
         assert_shards_of_mean(
@@ -116,7 +103,7 @@ def test_g3_maml(case: Case, steps: int) -> None:
 
 @settings(max_examples=depth(3, 250))
 @given(cases(), st.lists(st.integers(-2, 2), min_size=3, max_size=3))
-def test_g3_samples(case: Case, samples: list[int]) -> None:
+def test_g3_samples(case: Any, samples: list[int]) -> None:
     """vmap(grad) over samples with the gather inside: entry i is the shard of the mean of the ranks' i-th gradients."""
     model, policy, sizes = case
     xs = inputs(sizes)[:, None] * torch.tensor(samples).double()
@@ -140,7 +127,7 @@ def test_g3_samples(case: Case, samples: list[int]) -> None:
 @both
 @settings(max_examples=depth(6, 300))
 @given(case=cases(calls()))
-def test_g9_parts_called_in_any_order_again_or_never(case: Case, exact: bool) -> None:
+def test_g9_parts_called_in_any_order_again_or_never(case: Any, exact: bool) -> None:
     """G5, G9: each use of a shared, tied or repeated part counts; what is not used has gradient zeros, never None."""
     for by in (grad, fs.grad):
         assert_shards_of_mean(case, lambda f, p, v, by=by: by(f)(p), exact=exact)
@@ -148,7 +135,7 @@ def test_g9_parts_called_in_any_order_again_or_never(case: Case, exact: bool) ->
 
 @settings(max_examples=depth(4, 250))
 @given(cases(calls()))
-def test_g5_nothing_runs(case: Case) -> None:
+def test_g5_nothing_runs(case: Any) -> None:
     """A call that uses no unit has gradients all the same: zeros."""
     model, policy, sizes = case
     model.order = []
@@ -164,7 +151,7 @@ def test_g5_nothing_runs(case: Case) -> None:
 
 
 @st.composite
-def two_policies(draw: st.DrawFn) -> tuple[Case, fs.Policy]:
+def two_policies(draw: st.DrawFn) -> Any:
     case = draw(cases(st.one_of(models(), calls())))
     return case, draw(strategies.policies(case[0]))
 
@@ -173,7 +160,7 @@ def two_policies(draw: st.DrawFn) -> tuple[Case, fs.Policy]:
 @both
 @settings(max_examples=depth(5, 300))
 @given(both_cases=two_policies())
-def test_g7_schedules_and_specs_agree(both_cases: tuple[Case, fs.Policy], exact: bool) -> None:
+def test_g7_schedules_and_specs_agree(both_cases: Any, exact: bool) -> None:
     """Unit by unit, the whole model at once, and by another spec: the same full gradients, by name."""
     (model, policy, sizes), other = both_cases
     xs = inputs(sizes, exact=exact)
@@ -202,14 +189,14 @@ def test_g7_schedules_and_specs_agree(both_cases: tuple[Case, fs.Policy], exact:
 @both
 @settings(max_examples=depth(4, 250))
 @given(case=cases(st.one_of(models(1), calls())), steps=st.integers(1, 3))
-def test_g8_sgd_steps_commute_with_sharding(case: Case, steps: int, exact: bool) -> None:
+def test_g8_sgd_steps_commute_with_sharding(case: Any, steps: int, exact: bool) -> None:
     """k steps on shards are the shards of k steps on the mean loss, uphill as in G3."""
     assert_shards_of_mean(case, lambda f, p, v: descended(f, p, steps, -1.0 if exact else 2**-6), exact=exact)
 
 
 @settings(max_examples=depth(4, 200))
 @given(cases(st.one_of(models(1), calls())), st.integers(1, 4))
-def test_g8_adamw_steps_commute_with_sharding(case: Case, steps: int) -> None:
+def test_g8_adamw_steps_commute_with_sharding(case: Any, steps: int) -> None:
     """k steps of torch.optim.AdamW (foreach) on each rank's shards, unsharded, are k plain steps on the mean gradients."""
     model, policy, sizes = case
     options = {"lr": 2**-4, "weight_decay": 0.1, "eps": 0.01, "foreach": True}
@@ -250,7 +237,7 @@ def on_this_rank(rank: int, model: nn.Module, one: fs.PartitionSpec, two: fs.Par
 
 @settings(max_examples=depth(4, 300))
 @given(both_cases=two_policies())
-def test_g1_g7_g9_on_real_ranks(gloo2: Pool, both_cases: tuple[Case, fs.Policy]) -> None:
+def test_g1_g7_g9_on_real_ranks(gloo2: Pool, both_cases: Any) -> None:
     """The same, bit by bit, where units are really freed and gathered again; zeros, never None, where nothing was used (G5)."""
     (model, policy, _), other = both_cases
     assume_exact(model, inputs({"shard": 2}), lambda f, p, v: grad(f)(p))

@@ -268,13 +268,16 @@ def test_fields_of_the_wrong_type_name_the_module() -> None:
 
 
 def test_names_that_look_like_patterns() -> None:
-    """A component that is a module's very name matches it, and is more literal than one that only matches."""
+    """A component that is a module's very name matches it, and is more literal than one that only matches: the most literal
+    pattern rules, and ** stands for any number of components."""
     model = nn.ModuleDict({"[z]": nn.Linear(2, 2), "z": nn.Linear(2, 2), "*": nn.Linear(2, 2), "a?": nn.Linear(2, 2)})
     assert set(fs.by_path({"[z]": fs.P("a")})(model).by_path) == {"", "[z]", "z"}
     chosen = dict(fs.by_path({"[z]": fs.P("a"), "z": fs.P("b"), "*": fs.P("c")})(model).selected)
     assert {path: p.axis for path, p in chosen.items()} == {"": "c", "[z]": "a", "z": "b", "*": "c", "a?": "c"}
     assert dict(fs.by_path({"[[]z]": fs.P("a")})(model).selected).keys() == {"[z]"}
     assert set(ignoring(whole(), modules=["a?"])(model).ignored) == {"a?.weight", "a?.bias"}
+    spec = fs.by_path({"**": fs.P("a"), "*.0": fs.P("b"), "1.0": fs.P("c"), "0": fs.P("d")})(MODEL)
+    assert {path: p.axis for path, p in spec.selected} == {"": "a", "0": "d", "1": "a", "1.0": "c"}
 
 
 def odd(module: nn.Module) -> bool:
@@ -294,12 +297,6 @@ def test_policies_print_as_what_made_them() -> None:
         "ignoring(whole(), ['0'], ['1.bias'])", "ignoring(whole(), [<Linear>], [<Parameter>])",
         "full_precision(whole(), LayerNorm)",
     ]  # fmt: skip
-
-
-def test_literal_patterns_beat_wildcards() -> None:
-    """Where several patterns match, the one with most literal components rules; ** stands for any number of them."""
-    spec = fs.by_path({"**": fs.P("a"), "*.0": fs.P("b"), "1.0": fs.P("c"), "0": fs.P("d")})(MODEL)
-    assert {path: p.axis for path, p in spec.selected} == {"": "a", "0": "d", "1": "a", "1.0": "c"}
 
 
 def test_two_units_with_one_key() -> None:

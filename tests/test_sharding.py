@@ -17,6 +17,7 @@ from cases import Case, cases, each_rank, on_ranks, poisoned, same, specs, stack
 from depth import depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import refused
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh
@@ -400,14 +401,6 @@ def test_a_source_that_does_not_fit(what: str, gloo2: Pool, gloo4: Pool) -> None
 
 
 @real_ranks(2)
-def test_a_source_that_is_no_rank_of_the_mesh(rank: int) -> None:
-    """An unknown src is an error on every rank before anything is sent."""
-    model = layers()
-    with pytest.raises(ValueError, match=r"rank 2 is not on the mesh.*expected 0\.\.1"):
-        fs.shard(values(model), fs.policies.whole()(model).bound, src=2)
-
-
-@real_ranks(2)
 def test_a_spec_on_another_world(rank: int) -> None:
     """On more ranks than there are, on sizes alone, on a mesh of others: each says what the spec is on."""
     model, x = layers(), torch.ones(1, 3)
@@ -424,6 +417,7 @@ def test_a_spec_on_another_world(rank: int) -> None:
             r"unit '': expected a 1-D buffer of 18 elements, got shape \[35\]; .* another mesh than shard=4\?",
         ),
         (lambda: fs.functional_call(model, shards, x, spec=spec.on({"shard": 2})), rf"{alone} bind the spec with \.on\(mesh\)"),
+        (lambda: fs.shard(values(model), spec.bound, src=2), r"rank 2 is not on the mesh.*expected 0\.\.1"),
         (lambda: fs.unshard(shards, pickle.loads(pickle.dumps(spec.bound))), rf"{alone} \(a pickled spec must be bound anew\)"),
     ):
         assert re.search(words, message(call)), message(call)
@@ -434,13 +428,10 @@ def test_a_spec_on_another_world(rank: int) -> None:
 def test_rank0_only_needs_process_groups() -> None:
     """Simulated ranks all run the same code, so one of them cannot get more than the others."""
     model = layers()
-
-    def first(mesh: fs.collectives.Mesh, _: Tensor) -> Params:
-        spec = fs.policies.whole()(model).on(mesh)
-        return fs.unshard(fs.shard(values(model), spec), spec, rank0_only=True)
-
-    with pytest.raises(ValueError, match=r"rank0_only on a simulated mesh: expected process groups"):
-        fs.testing.spmd(first, 2)(torch.zeros(2))
+    spec = fs.policies.whole()(model)
+    first = lambda mesh, _: fs.unshard(fs.shard(values(model), spec.on(mesh)), spec.on(mesh), rank0_only=True)  # noqa: E731
+    words = r"rank0_only on a simulated mesh: expected process groups"
+    refused(ValueError, words, lambda: fs.testing.spmd(first, 2)(torch.zeros(2)))
 
 
 @real_ranks(4)

@@ -226,11 +226,6 @@ def test_s5_wrong_meshes(mesh: object, error: type[Exception], message: str) -> 
     refused(error, message, lambda: fs.policies.whole()(nn.Linear(2, 2)).on(mesh))
 
 
-def tower() -> nn.Module:
-    shared = nn.Linear(2, 2)
-    return nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared, nn.Linear(2, 2))})
-
-
 @pytest.mark.parametrize(
     ("selected", "message"),
     [
@@ -245,7 +240,9 @@ def tower() -> nn.Module:
 )
 def test_s5_wrong_selections(selected: Mapping[str, fs.P], message: str) -> None:
     """A path that matches nothing, a shared module with two P, parameters that nothing covers: the path is named."""
-    refused(ValueError, message, lambda: build(fs.module_tree(tower()), selected, None))
+    shared = nn.Linear(2, 2)
+    tower = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared, nn.Linear(2, 2))})
+    refused(ValueError, message, lambda: build(fs.module_tree(tower), selected, None))
 
 
 @given(MODELS, st.sampled_from(["data", ("shard", "data"), ("data", "shard")]))

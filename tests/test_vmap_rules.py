@@ -331,9 +331,12 @@ def test_dtypes(gloo2: Pool, op: str) -> None:
 
 
 def test_an_axis_in_chunks_is_an_error() -> None:
-    """A vmap in chunks cannot be an axis: the ranks would see some of the others only."""
-    with pytest.raises(ValueError, match="4 ranks"):
-        vmap(lambda i, x: c.all_reduce(x, Simulated(4, i), reduce="sum"), chunk_size=2)(torch.arange(4), torch.ones(4))
+    """The ranks would see some of the others only; so is a rank of scatter that is none, as on a process group."""
+    run = vmap(lambda i, x: c.all_reduce(x, Simulated(4, i), reduce="sum"), chunk_size=2)
+    refused(ValueError, "4 ranks", lambda: run(torch.arange(4), torch.ones(4)))
+    for rank in (2, -1):
+        run = fs.testing.spmd(lambda mesh, x: c.scatter(x, mesh["shard"], rank=rank), 2)
+        refused(ValueError, r"expected a rank in 0\.\.1", lambda: run(torch.ones(2, 4)))
 
 
 @every(dtype=[torch.int32, torch.uint8], op=["all_reduce sum", "reduce_scatter sum", "sum_shards", "unvary sum"])
@@ -341,13 +344,6 @@ def test_sums_of_small_integers_keep_their_dtype(op: str, dtype: torch.dtype) ->
     """As they do over process groups."""
     out = fs.testing.spmd(lambda mesh, x: COLLECTIVES[op].run(x, mesh["shard"]), 2)(torch.ones(2, 4, dtype=dtype))
     assert out.dtype == dtype
-
-
-@pytest.mark.parametrize("rank", [2, -1])
-def test_scatter_of_a_rank_that_is_none(rank: int) -> None:
-    """ValueError, as on a process group."""
-    with pytest.raises(ValueError, match=r"expected a rank in 0\.\.1"):
-        fs.testing.spmd(lambda mesh, x: c.scatter(x, mesh["shard"], rank=rank), 2)(torch.ones(2, 4))
 
 
 # --- Random numbers ---
@@ -406,33 +402,24 @@ DROPPING = Dropping()
 BATCHES = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
 
 
-def gradient_with_mask(mesh: Mesh, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The gradient of ones (all is positive, so what is zero was dropped), and what was kept."""
-    spec = fs.policies.always(fs.P("shard", align=1))(DROPPING).on(mesh)
-    params = fs.shard({name: torch.ones(p.shape) for name, p in DROPPING.named_parameters()}, spec)
+def test_dropout_in_a_sharded_model() -> None:
+    """Backward drops what forward dropped, on each rank its own: the mean over ranks of each one's under its own mask."""
 
-    def loss(params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        y = fs.functional_call(DROPPING, params, (x,), spec=spec)
-        return y.sum(), y
+    def run(mesh: Mesh, x: Tensor) -> Any:
+        spec = fs.policies.always(fs.P("shard", align=1))(DROPPING).on(mesh)
+        params = fs.shard({name: torch.ones(p.shape) for name, p in DROPPING.named_parameters()}, spec)
+        return fs.grad(lambda p: [(y.sum(), y) for y in [fs.functional_call(DROPPING, p, x, spec=spec)]][0], has_aux=True)(
+            params
+        )
 
-    grads, y = fs.grad(loss, has_aux=True)(params)
-    return grads, y != 0
-
-
-def check_dropout_gradient(kept: Tensor, grads: dict[str, Tensor]) -> None:
-    """``kept`` [rank, output], ``grads`` [rank, slice]: the mean over ranks of each rank's gradient under its own mask."""
+    grads, y = fs.testing.spmd(run, 2)(BATCHES)
+    kept = y != 0  # of ones all is positive, so what is zero was dropped
+    assert all_different(kept)
     hidden = BATCHES.sum(1)  # of every hidden unit, on each rank
     second = sum(2.0 * kept[r][:, None] * hidden[r] * torch.ones(3) for r in range(2)) / 2
     first = sum(2.0 * kept[r].sum() * BATCHES[r] * torch.ones(3, 1) for r in range(2)) / 2
     assert torch.equal(grads["second"].flatten(), second.flatten())
     assert torch.equal(grads["first"].flatten(), first.flatten())
-
-
-def test_dropout_in_a_sharded_model() -> None:
-    """Backward drops what forward dropped, on each rank its own."""
-    grads, kept = fs.testing.spmd(gradient_with_mask, 2)(BATCHES)
-    assert all_different(kept)
-    check_dropout_gradient(kept, grads)
 
 
 def randomness_on_group(rank: int) -> list[Tensor]:
