@@ -408,9 +408,12 @@ def test_dropout_in_a_sharded_model() -> None:
     def run(mesh: Mesh, x: Tensor) -> Any:
         spec = fs.policies.always(fs.P("shard", align=1))(DROPPING).on(mesh)
         params = fs.shard({name: torch.ones(p.shape) for name, p in DROPPING.named_parameters()}, spec)
-        return fs.grad(lambda p: [(y.sum(), y) for y in [fs.functional_call(DROPPING, p, x, spec=spec)]][0], has_aux=True)(
-            params
-        )
+
+        def loss(params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            y = fs.functional_call(DROPPING, params, (x,), spec=spec)
+            return y.sum(), y
+
+        return fs.grad(loss, has_aux=True)(params)
 
     grads, y = fs.testing.spmd(run, 2)(BATCHES)
     kept = y != 0  # of ones all is positive, so what is zero was dropped
