@@ -129,6 +129,9 @@ def test_shards_are_pure_bytes_on_every_mesh_and_specs_are_values() -> None:
     assert set(frozen) == {"", "0:frozen", "1:frozen"}
     assert set(trained) == {"0", "1"}
     assert fs.trace_order(model, spec, XS[0]) == ("", "0:frozen", "0", "1:frozen", "1")
+    params = fs.combine(trained, frozen)  # full parameters may stand in the place of some
+    mixed = {key: p for key, p in params.items() if key != "0:frozen"} | fs.unshard(params, spec, units=["0:frozen"])
+    assert torch.equal(*(fs.functional_call(model, some, XS[0], spec=spec) for some in (params, mixed)))
 
 
 # --- computed with ---
@@ -255,16 +258,6 @@ def test_bytes_are_gathered_and_nothing_is_reduced() -> None:
         wide = [s.bytes for s in sent.all if s.op == "all_gather"]
         elements = sum(spec.shard_numel(spec.by_key[key]) for key in ("0:frozen", "1:frozen", ""))
         assert sum(s for s in wide if s > 200) < 0.6 * elements
-
-
-def test_full_parameters_may_stand_in_their_place() -> None:
-    model = model_of()
-    spec = shapes(P("shard", at_rest=codecs.nf4(8)))(model)
-    params = fs.shard(model, spec)
-    full = fs.unshard(params, spec, units=["0:frozen"])
-    mixed = {key: p for key, p in params.items() if key != "0:frozen"} | full
-    out = [fs.functional_call(model, some, XS[0], spec=spec) for some in (params, mixed)]
-    assert torch.equal(*out)
 
 
 # --- refused ---

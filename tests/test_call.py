@@ -321,8 +321,8 @@ def test_parameters_as_arguments_are_right(policy: str) -> None:
         torch.testing.assert_close(fs.unshard(grads, spec), want, **EXACT)
 
 
-def test_the_models_own_parameters_may_be_given() -> None:
-    """Then a module that runs in backward reads what was given."""
+def test_modules_that_may_run_in_backward() -> None:
+    """Those of a call with the model's own parameters read what was given; another model, and this one around the backward."""
     model, x = build("reversible")
     model(x)["out"].square().mean().backward()
     want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -330,10 +330,6 @@ def test_the_models_own_parameters_may_be_given() -> None:
     out = fs.functional_call(model, dict(model.named_parameters()), x, spec=fs.by_type(nn.Linear)(model))["out"]
     out.square().mean().backward()
     torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, want, **EXACT)
-
-
-def test_other_modules_may_run_in_backward() -> None:
-    """Another model, and this one before backward and after it."""
     model, x = build("arguments")
     teacher = nn.Linear(3, 3).double()
     spec = POLICIES["shard"](model)

@@ -177,7 +177,7 @@ class WrongTwice(torch.autograd.Function):
 
 
 def test_tells_apart_what_is_wrong() -> None:
-    """Gradient, second derivative, loss and buffer each are compared."""
+    """Gradient, second derivative, loss and buffer each are compared; a random forward is told from a wrong one."""
     check_odd(lambda self, y: y, order=2)
     refused(AssertionError, r"another gradient of '0\.weight'", lambda: check_odd(lambda self, y: 2 * y.detach() - y))
     words = r"another buffer of '0\.count': by 1 on rank \d"
@@ -185,12 +185,8 @@ def test_tells_apart_what_is_wrong() -> None:
     words = r"another Hessian-vector product of '0\.weight'"
     refused(AssertionError, words, lambda: check_odd(lambda self, y: WrongTwice.apply(y), order=2))
     refused(AssertionError, r"another loss: by 3 on rank \d", lambda: on_two(Odd(lambda self, y: y + 3), tell))
-
-
-def test_a_random_forward_is_told_from_a_wrong_one() -> None:
-    """It drew another number on shards."""
     check_odd(lambda self, y: y, p=0.5)
-    words = r"gradient of '0\.weight'.*its forward is random, and may have drawn others"
+    words = r"gradient of '0\.weight'.*its forward is random, and may have drawn others"  # another number on shards
     refused(AssertionError, words, lambda: check_odd(lambda self, y: y.add(0 * torch.rand(())), p=0.5))
 
 

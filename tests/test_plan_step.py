@@ -387,16 +387,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "planned_model:make"
 
 
-def test_what_is_printed_is_the_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table is that of fs.plan for the same model, policy and mesh."""
+def test_what_is_printed_is_the_plan(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The table is that of fs.plan for the same model, policy and mesh; with a batch activations are counted, and drawn."""
     main(["plan", model, "--policy", "by_type:Block", "--mesh", "replicate=2,shard=4", "--batch", "64"])
     module = sys.modules["planned_model"]
     spec = fs.by_type(module.Block)(module.make()).on({"replicate": 2, "shard": 4})
     assert capsys.readouterr().out == f"{fs.plan(spec, batch=64)}\n"
-
-
-def test_a_batch(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With a batch activations are counted, and a picture is drawn."""
     main(["plan", model, "--policy", "by_type:Block", "--mesh", "shard=2", "--batch", "4x8", "--svg", "plan.svg"])
     assert "activations" in capsys.readouterr().out
     root = ElementTree.parse(tmp_path / "plan.svg").getroot()

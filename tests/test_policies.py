@@ -232,6 +232,8 @@ def test_a4_custom_gives_a_bool_or_a_dict(result: object) -> None:
     """Anything else is refused with the path and the result, as CustomPolicy refuses it."""
     with pytest.raises(ValueError, match=r"custom: module '1\.0': expected <function .*> to give a bool or a dict, got"):
         custom(lambda m: result if m is MODEL[1][0] else False)(MODEL)
+    with pytest.raises(TypeError, match=r"custom: module '1\.0': P: reshard: expected True, False, .*, got 3"):
+        custom(lambda m: {"reshard": 3} if m is MODEL[1][0] else False)(MODEL)
 
 
 @pytest.mark.parametrize(
@@ -259,12 +261,6 @@ def test_a4_custom_gives_a_bool_or_a_dict(result: object) -> None:
 def test_wrong_for_this_model(policy: fs.Policy, message: str) -> None:
     """When the policy meets the model: every message names the path or the pattern."""
     refused(ValueError, message, lambda: policy(MODEL))
-
-
-def test_fields_of_the_wrong_type_name_the_module() -> None:
-    """What custom overrides is checked as P checks it, with the path in front."""
-    with pytest.raises(TypeError, match=r"custom: module '1\.0': P: reshard: expected True, False, .*, got 3"):
-        custom(lambda m: {"reshard": 3} if m is MODEL[1][0] else False)(MODEL)
 
 
 def test_names_that_look_like_patterns() -> None:

@@ -270,18 +270,13 @@ def check_on_groups(pool: Pool, many: list[Case], sizes: dict[str, int]) -> None
         agree(case, got, expected(case, WAYS[case.way](COLLECTIVES[case.op])[1]))
 
 
-@settings(max_examples=depth(3, 200))
-@given(many=st.lists(cases({"a": 2}), min_size=8, max_size=8))
-def test_any_nesting_on_a_process_group(gloo2: Pool, many: list[Case]) -> None:
-    """The same where the axis is two processes, under one to three vmaps."""
-    check_on_groups(gloo2, many, {"a": 2})
-
-
-@settings(max_examples=depth(3, 50))
-@given(many=st.lists(cases({"a": 2, "b": 2}), min_size=8, max_size=8))
-def test_any_nesting_on_a_mesh_of_groups(gloo4: Pool, many: list[Case]) -> None:
-    """The same over either axis of a real mesh of two axes."""
-    check_on_groups(gloo4, many, {"a": 2, "b": 2})
+@pytest.mark.parametrize("sizes", [{"a": 2}, {"a": 2, "b": 2}], ids=["one axis", "two axes"])
+@settings(max_examples=depth(3, 100))
+@given(data=st.data())
+def test_any_nesting_on_process_groups(gloo2: Pool, gloo4: Pool, sizes: dict[str, int], data: st.DataObject) -> None:
+    """The same where the axis is processes, under one to three vmaps, or either axis of a real mesh of two."""
+    many = data.draw(st.lists(cases(sizes), min_size=8, max_size=8))
+    check_on_groups(gloo2 if len(sizes) == 1 else gloo4, many, sizes)
 
 
 @every(chunk_size=[1, 2, 5, 7], op=COLLECTIVES)
