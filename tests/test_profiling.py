@@ -97,7 +97,9 @@ def test_real_ranks(gloo2: Pool) -> None:
     assert first["gather 0"] == 2
 
 
-def test_without_a_profiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profiler_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the private question of torch that `_torch.is_profiling` asks: without one there are no ranges."""
+
     def refuse(name: str) -> Any:
         raise AssertionError(name)
 
