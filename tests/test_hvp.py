@@ -25,6 +25,9 @@ from funshard import P
 from funshard._transforms.error_hints import add_hints, find_hint, is_forward_rule_missing
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+Block = module_class(
+    "Block", lambda cube: {"linear": nn.Linear(4, 4), "cube": cube}, lambda self, x: x + self.cube(torch.tanh(self.linear(x)))
+)
 
 
 class Cube(torch.autograd.Function):
@@ -44,11 +47,6 @@ class Cube(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return gradient * 3 * x**2
-
-
-Block = module_class(
-    "Block", lambda cube: {"linear": nn.Linear(4, 4), "cube": cube}, lambda self, x: x + self.cube(torch.tanh(self.linear(x)))
-)
 
 
 def network(cube: Callable[[Tensor], Tensor] = Cube.apply) -> nn.Sequential:
