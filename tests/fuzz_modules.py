@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import module_class
+from models import autograd_function, module_class
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call as call
@@ -561,29 +561,10 @@ def KeepsWeight(m: Any, x: Tensor) -> Tensor:
 
 
 # ---- autograd inside
-class Product(torch.autograd.Function):
-    """x @ w.T, saving both."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        return x @ w.t()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return grad @ w, grad.t() @ x
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor, dw: Tensor) -> Tensor:
-        x, w = ctx.saved_tensors
-        return dx @ w.t() + x @ dw.t()
+Product = autograd_function(
+    lambda x, w: x @ w.t(), lambda grad, x, w: (grad @ w, grad.t() @ x), lambda x, w, dx, dw: dx @ w.t() + x @ dw.t()
+)
+"""x @ w.T, saving both."""
 
 
 class OldProduct(torch.autograd.Function):

@@ -259,3 +259,16 @@ def function(forward: Callable[..., Any], base: Any = torch.autograd.Function, *
 def with_forward(base: type[nn.Module], forward: Callable[..., Any], **attributes: Any) -> Any:
     """A class of modules that are ``base`` but for their forward."""
     return type(f"{base.__name__}WithForward", (base,), {"forward": forward, **attributes})
+
+
+def autograd_function(forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any] | None = None) -> Any:
+    """A `torch.autograd.Function` that saves its inputs: ``backward(grad, *inputs)`` and ``jvp(*inputs, *tangents)``."""
+
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    body = {"forward": staticmethod(forward), "setup_context": staticmethod(setup_context), "generate_vmap_rule": True}
+    body["backward"] = staticmethod(lambda ctx, grad: backward(grad, *ctx.saved_tensors))
+    body |= {} if jvp is None else {"jvp": staticmethod(lambda ctx, *tangents: jvp(*ctx.saved_tensors, *tangents))}
+    return type("Function", (torch.autograd.Function,), body)

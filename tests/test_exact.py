@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, each, every, some
 from fuzz_modules import Symmetric
-from models import build, module_class, refused, unchanged, with_forward
+from models import autograd_function, build, module_class, refused, unchanged, with_forward
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -152,26 +152,8 @@ def check_odd(wrong: Callable[[Odd, Tensor], Tensor], p: float = 0.0, **options:
     on_two(nn.Sequential(Odd(wrong), nn.Dropout(p)), policy=fs.by_type(Odd), **options)
 
 
-class WrongTwice(torch.autograd.Function):
-    """The identity, with the second derivative doubled."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        return 2 * tangent
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clone()
+WrongTwice = autograd_function(torch.clone, lambda grad, _: grad.clone(), lambda _, tangent: 2 * tangent)
+"""The identity, with the second derivative doubled."""
 
 
 def test_tells_apart_what_is_wrong() -> None:

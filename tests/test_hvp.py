@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, each, every, pairs, some
-from models import module_class, refused
+from models import autograd_function, module_class, refused
 from parity import shards_of, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -28,25 +28,8 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 Block = module_class(
     "Block", lambda cube: {"linear": nn.Linear(4, 4), "cube": cube}, lambda self, x: x + self.cube(torch.tanh(self.linear(x)))
 )
-
-
-class Cube(torch.autograd.Function):
-    """Differentiable in reverse at every order, without a forward-mode rule."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * 3 * x**2
+Cube = autograd_function(lambda x: x**3, lambda grad, x: grad * 3 * x**2)
+"""Differentiable in reverse at every order, without a forward-mode rule."""
 
 
 def network(cube: Callable[[Tensor], Tensor] = Cube.apply) -> nn.Sequential:

@@ -16,7 +16,7 @@ import torch._dynamo  # torch imports it in its first operator under a mode, and
 import torch.autograd.forward_ad as forward_ad
 from collective_log import world
 from depth import at_most, each, every, mark_seldom
-from models import module_class, refused
+from models import autograd_function, module_class, refused
 from parity import plain_grad, squared_loss
 from ranks import real_ranks
 from test_memory import Alive, Curved, Peak, no_collector
@@ -236,24 +236,12 @@ def wave(x: Tensor) -> Tensor:
     return torch.sin(torch.tanh(x) * 2)
 
 
-class Wave(torch.autograd.Function):
-    """Backward runs it again and differentiates that."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return wave(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            return torch.autograd.grad(wave(x), x, g, create_graph=True)[0]
+@torch.enable_grad()
+def by_running_again(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(wave(x), x, grad, create_graph=True)[0]
 
 
+Wave = autograd_function(wave, by_running_again)
 ByItself = module_class(
     "ByItself", lambda: {"inner": nn.Linear(WIDTH, WIDTH, dtype=torch.float64)}, lambda self, x: Wave.apply(self.inner(x))
 )
