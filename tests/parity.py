@@ -264,3 +264,7 @@ def gradient_of(
     """The gradient of `loss_of` by the model's own shards."""
     spec, params = shards_of(policy, model, mesh)
     return way(loss_of(model, spec, *args, **options))(params)
+
+
+def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([(x * b[key]).sum() for key, x in a.items()]).sum()

@@ -16,6 +16,7 @@ from depth import at_most, depth, each, every, mark_seldom
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from models import refused
+from parity import dot
 from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -462,9 +463,6 @@ def derived(known: fs.optim._matrices.Matrices, trees: list[fs.Params]) -> dict[
 
     def cube(x: fs.Params) -> fs.Params:
         return spread(known, {name: m**3 for name, m in collect(known, x).items()})
-
-    def dot(a: fs.Params, b: fs.Params) -> Tensor:
-        return sum((a[key] * b[key]).sum() for key in a)  # pyright: ignore[reportReturnType]
 
     inner = {key: p for key, p in x.items() if known._names_in(key)}
     others = {key: p for key, p in x.items() if key not in inner}

@@ -15,6 +15,7 @@ from depth import at_most, depth, each, seldom
 from models import refused
 from ranks import at_rank, real_ranks
 from test_compile import IMPORT
+from test_profiling import logged
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -229,13 +230,7 @@ def test_a_step_is_skipped_on_all_ranks(rank: int, value: float, optimizer: str)
         "muon": lambda: optim.muon(spec, lr=0.1, dtype=torch.float64),
     }[optimizer]()
     init, update = optim.apply_if_finite(spec, max_consecutive=2)(made)
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("funshard")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with logged(logging.INFO) as found:
         params = {key: x.clone() for key, x in fs.shard(FULL, spec).items()}
         state = init(params)
         for i in range(2):
@@ -259,12 +254,9 @@ def test_a_step_is_skipped_on_all_ranks(rank: int, value: float, optimizer: str)
         assert not torch.equal(params["0"], before[0]["0"])
         assert [*counts, int(state.consecutive), int(state.total)] == [1, 1, 2, 2, 0, 2]
         where = "in units ['0']" if rank else "on another rank"
-        assert [m for m in messages if m.startswith("apply_if_finite")] == [
+        assert [message for _, message in found if message.startswith("apply_if_finite")] == [
             f"apply_if_finite: a step is skipped, {n} in a row, {n} in all: gradients are not finite {where}" for n in (1, 2)
         ]
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
 
 
 def test_bfloat16_and_padding() -> None:

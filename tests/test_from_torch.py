@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from models import refused
 from parity import shards_of, step_with
 from ranks import at_rank, real_ranks
+from test_memory import Peak
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard._core import layout
@@ -252,21 +252,6 @@ def test_donated_memory_is_known_to_have_changed() -> None:
     refused(RuntimeError, "modified by an inplace operation", lambda: product.backward())
 
 
-class Allocations(TorchDispatchMode):
-    """The bytes of every new storage that an operator returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        fresh = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known]
-        self.bytes += [t.nbytes for t in fresh if t.nbytes > 100]
-        return out
-
-
 @pytest.mark.parametrize("own", [False, True])
 @every_case
 def test_donated_update_allocates_what_torch_does(cls: Any, options: dict[str, Any], own: bool) -> None:
@@ -281,12 +266,13 @@ def test_donated_update_allocates_what_torch_does(cls: Any, options: dict[str, A
     for _ in range(2):
         holder.grad = torch.ones_like(holder)
         grads = {"": torch.ones_like(holder)}
-        with Allocations() as wanted:
+        with Peak([holder, holder.grad, *(x for x in everything([*peer.state.values()]) if isinstance(x, Tensor))]) as wanted:
             peer.step()
-        with Allocations() as got:
+        with Peak(everything(grads, params, state)) as got:
             params, state = update(grads, state, params)
     negated = 50 * 4 if own and not options.get("maximize") else 0  # of the bias
-    assert sum(got.bytes) <= sum(wanted.bytes) + 2 * negated
+    made, of_torch = (sum(nbytes for nbytes in peak.made if nbytes > 100) for peak in (got, wanted))
+    assert made <= of_torch + 2 * negated
 
 
 def test_shared_memory_is_not_donated() -> None:

@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import same
-from collective_log import world
+from collective_log import Collectives, world
 from depth import at_most, every, mark_seldom
 from models import refused
 from ranks import real_ranks
 from test_memory import Peak
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import P, Params, PartitionSpec, Precision
@@ -389,19 +388,10 @@ def test_the_peak_is_two_buckets(mesh: str, dtype: torch.dtype | None) -> None:
         assert watch.bytes <= (4 * unit if rank == 0 else 3 * (gathered + part * (dtype is not None)))
 
 
-class Sends(TorchDispatchMode):
-    """The bytes that all-gathers return, and how many had started when each parameter was used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.started = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if "all_gather" in str(func):
-            self.bytes, self.started = self.bytes + out.nbytes, self.started + 1
-        assert "all_reduce" not in str(func)
-        return out
+def bytes_of(sent: Collectives) -> int:
+    """What all-gathers, of which alone it is, have returned."""
+    assert {s.op for s in sent.all} == {"all_gather"}
+    return sum(s.bytes * s.ranks for s in sent.all)
 
 
 def test_bytes_and_overlap() -> None:
@@ -412,19 +402,19 @@ def test_bytes_and_overlap() -> None:
         shards = fs.shard(model, spec)
         started: dict[float, list[int]] = {}
         for units in (0.5, 1, 1.5, 2, 10):
-            with Sends() as sent:
-                started[units] = [sent.started for _ in fs.stream_full(shards, spec, bucket=units * UNIT)]
-            assert sent.bytes == 8 * UNIT
+            with Collectives() as sent:
+                started[units] = [len(sent.all) for _ in fs.stream_full(shards, spec, bucket=units * UNIT)]
+            assert bytes_of(sent) == 8 * UNIT
         assert started[0.5] == started[1] == [2, 2, 3, 4, 5, 6, 7, 8] or started[1] == [2, *range(2, 9)]
         assert started[2] == [4, 4, 5, 6, 7, 8, 8, 8]
         assert started[10] == [8] * 8
         for dtype, factor in ((torch.bfloat16, 2), (torch.float64, 1)):
-            with Sends() as sent:
+            with Collectives() as sent:
                 list(fs.stream_full(shards, spec, dtype=dtype))
-            assert sent.bytes == 8 * UNIT // factor
-        with Sends() as sent:
+            assert bytes_of(sent) == 8 * UNIT // factor
+        with Collectives() as sent:
             assert len(list(fs.stream_full(shards, spec, names=["0.*", "3.weight"]))) == 2
-        assert sent.bytes == 2 * UNIT
+        assert bytes_of(sent) == 2 * UNIT
 
 
 @real_ranks(2)

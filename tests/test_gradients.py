@@ -20,6 +20,7 @@ from gradient_cases import agree, assert_shards_of_mean, assume_exact, calls, ca
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import refused, with_forward
+from parity import dot
 from ranks import Pool, real_ranks
 from strategies import integers_like, meshes, modules, policies
 from torch import Tensor, nn
@@ -31,10 +32,6 @@ from funshard import P
 from funshard.testing import spmd
 
 both = pytest.mark.parametrize("exact", [True, False], ids=["exact", "real"])
-
-
-def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
-    return sum((a[k] * b[k]).sum() for k in a)
 
 
 @at_most(1)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, each, every, pairs, some
 from models import autograd_function, module_class, refused
-from parity import shards_of, strategies
+from parity import shards_of, squares, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.func import grad, jvp
@@ -47,10 +47,6 @@ def reference(params: fs.Params) -> Tensor:
     """The mean loss of all ranks, by torch alone; and a penalty on all of the parameters."""
     out = torch.func.functional_call(PLAIN, params, (X.flatten(0, 1),))
     return out.square().mean() + sum((p**4).sum() for p in params.values())
-
-
-def squares(tree: fs.Params) -> Tensor:
-    return sum((h**2).sum() for h in tree.values())
 
 
 HV = jvp(grad(reference), (FULL,), (V,))[1]

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from cases import slices
 from depth import at_most, depth, each, mark_seldom, seldom
 from offloaded import everywhere
+from parity import dot
 from ranks import Pool, mesh_of
 from test_at_rest import quantized
 from torch import Tensor, nn
@@ -203,10 +204,6 @@ def gradient(f: Callable[[fs.Params], Tensor], at: Mapping[str, Tensor]) -> fs.P
     """By torch.autograd, with a graph for the next one."""
     leaves = {name: t if t.requires_grad else t.detach().requires_grad_() for name, t in at.items()}
     return dict(zip(leaves, torch.autograd.grad(f(leaves), list(leaves.values()), create_graph=True), strict=True))
-
-
-def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
-    return sum(((t * b[k]).sum() for k, t in a.items()), torch.zeros((), dtype=torch.float64))
 
 
 def cubes(tree: Mapping[str, Tensor]) -> Tensor:

@@ -17,7 +17,8 @@ import torch.autograd.forward_ad as forward_ad
 from collective_log import world
 from depth import at_most, each, every, mark_seldom
 from models import autograd_function, module_class, refused
-from parity import plain_grad, squared_loss
+from parity import dot, plain_grad, squared_loss
+from parity import squares as total
 from ranks import real_ranks
 from test_memory import Alive, Curved, Peak, no_collector
 from torch import Tensor, nn
@@ -49,14 +50,6 @@ def network(blocks: int = 3) -> nn.Module:
     parts = [Mixer(4) for _ in range(blocks)]
     parts[1].down.weight = parts[0].down.weight
     return nn.Sequential(nn.Linear(3, 4), *parts, parts[0], nn.Linear(4, 2)).double()
-
-
-def total(tree: Tree) -> Tensor:
-    return sum(((g**2).sum() for g in tree.values()), torch.zeros((), dtype=torch.float64))
-
-
-def dot(a: Tree, b: Tree) -> Tensor:
-    return sum(((a[key] * b[key]).sum() for key in a), torch.zeros((), dtype=torch.float64))
 
 
 def pulled(f: Loss, p: Tree) -> Tree:

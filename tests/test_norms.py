@@ -11,6 +11,7 @@ from collective_log import Collectives
 from depth import every
 from models import refused
 from ranks import mesh_of, real_ranks
+from test_optim import poisoned
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -37,13 +38,6 @@ def full(seed: int = 0) -> fs.Params:
     return {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in named}
 
 
-def poisoned(shards: fs.Params, spec: fs.PartitionSpec) -> fs.Params:
-    """The padding, which is no parameter's, is NaN."""
-    from funshard._slices.pieces import padding_mask
-
-    return {key: torch.where(padding_mask(spec.by_key[key], spec, x.device), math.nan, x) for key, x in shards.items()}
-
-
 @every(sizes=MESHES, policy=POLICIES)
 def test_norms_of_the_gathered_tree(policy: str, sizes: dict[str, int]) -> None:
     """And their squares add up to that of the global norm; slices with padding and full tensors alike."""
@@ -51,7 +45,7 @@ def test_norms_of_the_gathered_tree(policy: str, sizes: dict[str, int]) -> None:
 
     def run(mesh: Any, _: Tensor) -> Any:
         spec = POLICIES[policy](MODEL).on(mesh)
-        shards = poisoned(fs.shard(tree, spec), spec)
+        shards = poisoned(spec, tree, math.nan)
         grouped = norms(shards, spec, by=1), norms(shards, spec, by=lambda name: name.rsplit(".")[-1])
         return norms(shards, spec), *grouped, norms(tree, spec), global_norm(shards, spec)
 
@@ -76,7 +70,7 @@ def test_real_ranks(rank: int, sizes: tuple[int, int], sent: list[int]) -> None:
     mesh, tree, counts = mesh_of(*sizes), full(), []
     for policy in POLICIES.values():
         spec = policy(MODEL).on(mesh)
-        shards = poisoned(fs.shard(tree, spec), spec)
+        shards = poisoned(spec, tree, math.nan)
         with Collectives() as log:
             got = norms(shards, spec)
         counts.append(len(log.all))
