@@ -18,7 +18,6 @@ import multiprocessing as mp
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from models import module_class
+from ranks import free_port
 
 LEAST = 20  # steps
 LIMIT = 300  # seconds after which a rank that stands still says where
@@ -51,12 +51,9 @@ def guards(kind: str, folder: Path) -> dict[str, str]:
 
 def soak(ranks: int, seconds: float, guard: str, burn: int, seed: int, least: int = LEAST) -> int:
     """The number of steps, at least so many. Raises AssertionError with all that was said if a rank fails."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     burners = [mp.get_context("spawn").Process(target=_burn, daemon=True) for _ in range(burn)]
     with tempfile.TemporaryDirectory() as folder:
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
         env |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), **guards(guard, Path(folder))}
         command = [sys.executable, __file__, "--rank", "--seconds", str(seconds), "--seed", str(seed)]
         command += ["--least", str(least)]

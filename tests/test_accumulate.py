@@ -61,6 +61,10 @@ def close_in_norm(got: fs.Params, expected: fs.Params, of: fs.Params, tolerance:
         assert error <= tolerance * norm + 1e-12, f"{key}: {error:.2e} of {norm:.2e}"
 
 
+def size_of(found: tuple[fs.Params, Tensor]) -> Tensor:
+    return sum(((g**2).sum() for g in found[0].values()), found[1])
+
+
 # --- on simulated ranks ---
 @settings(max_examples=depth(6, 300))
 @given(cases(st.one_of(models(), calls())), st.sampled_from(KEEPS), st.sampled_from(["mean", "sum", 4.0]))
@@ -81,11 +85,10 @@ def test_of_any_model_on_any_mesh(case: Any, keep: str, by: Any) -> None:
         got = fs.accumulate(loss, params, x.unbind(), spec=spec, keep=keep, reduce=by)
         grads, value = fs.grad_and_value(lambda p: sum(loss(p, one, reduce=by) for one in x))(params)
         share = 2 if by == "mean" else 1
-        norm = lambda grads, value: sum((g**2).sum() for g in grads.values()) + value  # noqa: E731
-        twice = torch.func.grad(lambda p: norm(*fs.accumulate(loss, p, x.unbind(), spec=spec, keep=keep)))(params)
+        twice = torch.func.grad(lambda p: size_of(fs.accumulate(loss, p, x.unbind(), spec=spec, keep=keep)))(params)
         mean = torch.func.grad_and_value(lambda p: (loss(p, x[0]) + loss(p, x[1])) / 2)
         want = {key: g / share for key, g in grads.items()}, value / (share if by in ("mean", "sum") else by)
-        return (got, twice), (want, torch.func.grad(lambda p: norm(*mean(p)))(params))
+        return (got, twice), (want, torch.func.grad(lambda p: size_of(mean(p)))(params))
 
     ((grads, value), twice), ((expected, mean), squared) = fs.testing.spmd(run, sizes)(xs)
     agree(grads, expected, exact=False)

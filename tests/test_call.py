@@ -14,7 +14,7 @@ import pytest
 import torch
 from depth import at_most, pairs
 from models import EXACT, Architecture, assert_mean_gradients, module_class, unchanged, with_forward
-from parity import GRADIENTS, strategies
+from parity import GRADIENTS, squared_loss, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -183,9 +183,7 @@ def test_an_error_of_forward_whose_message_cannot_be_read(rank: int) -> None:
 
     model, spec, params, x = setting(rank, with_forward(Pair, forward)())
 
-    def loss(params: fs.Params) -> Tensor:
-        return squared(fs.functional_call(model, params, x, spec=spec))
-
+    loss = squared_loss(model, spec, x)
     for call in (loss, fs.grad(loss), fs.grad(fs.remat(loss)), lambda params: fs.hvp(loss, params, params)):
         with pytest.raises(MuteError):
             call(params)

@@ -35,10 +35,7 @@ NAMES = ["hessian", "ggn", "fisher"]
 
 def operators(spec: fs.PartitionSpec, x: Tensor, y: Tensor) -> dict[str, curvature.Operator]:
     params = fs.shard(FULL, spec)
-
-    def outputs(p: fs.Params) -> Tensor:
-        return fs.functional_call(MODEL, p, (x,), spec=spec)
-
+    outputs = functools.partial(fs.functional_call, MODEL, args=(x,), spec=spec)
     losses = lambda p: F.cross_entropy(outputs(p), y, reduction="none")  # noqa: E731
     return {
         "hessian": curvature.hessian(lambda p: F.cross_entropy(outputs(p), y), params, spec),

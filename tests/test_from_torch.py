@@ -148,7 +148,7 @@ def test_options_on_any_sharding(data: st.DataObject, case: Any, seed: int) -> N
     spec = data.draw(strategies.policies(module))(module).on(data.draw(strategies.meshes()))
     start = numbers(module, 1)
     picks = torch.randint(len(choices), (len(start),), generator=torch.Generator().manual_seed(seed)).tolist()
-    own = lambda name: choices[picks[[*start].index(name)]]  # noqa: E731
+    own = {name: choices[i] for name, i in zip(start, picks, strict=True)}.__getitem__
     got = on_ranks(cls, spec, start, 3, options=lambda name, param: own(name), **options)
     assert_close({name: got[name] for name in start}, by_torch(cls, options, start, 3, own), rtol=1e-13, atol=1e-14)
 
@@ -470,9 +470,8 @@ def test_padding_is_left_alone() -> None:
 # --- ranks ---
 def test_options_of_simulated_ranks_are_refused() -> None:
     spec = fs.policies.whole()(model())
-    build = lambda mesh, x: from_torch(torch.optim.SGD, spec=spec.on(mesh), options=decayed) and x  # noqa: E731
-    words = "simulated ranks are all there at once: expected a mesh"
-    refused(ValueError, words, lambda: fs.testing.spmd(build, 2)(torch.zeros(2)))
+    build = fs.testing.spmd(lambda mesh, x: from_torch(torch.optim.SGD, spec=spec.on(mesh), options=decayed) and x, 2)
+    refused(ValueError, "simulated ranks are all there at once: expected a mesh", lambda: build(torch.zeros(2)))
 
 
 @real_ranks(2)

@@ -14,6 +14,7 @@ from cases import same
 from collective_log import Collectives, world
 from depth import at_most, every, mark_seldom
 from models import refused
+from parity import squared_loss
 from ranks import real_ranks
 from test_memory import Peak
 from torch import Tensor, nn
@@ -449,9 +450,7 @@ def test_streams_that_are_left(rank: int) -> None:
     spec, full = fs.policies.always()(model).bound, values(model)
     shards = fs.shard(model, spec)
 
-    def loss(params: Params) -> Tensor:
-        return fs.functional_call(model, params, (torch.ones(2, 64),), spec=spec).sum()
-
+    loss = squared_loss(model, spec, torch.ones(2, 64))
     for bucket in (UNIT, 10 * UNIT):
         for name, _ in fs.stream_full(shards, spec, bucket=bucket):
             if name == "1.weight":

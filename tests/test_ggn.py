@@ -117,10 +117,7 @@ def matrix(name: str, ranks: int) -> Tensor:
 
 def product(name: str, model: nn.Module, spec: fs.PartitionSpec, x: Tensor, y: Tensor, t: Tensor) -> fs.Params:
     """As a rank computes it, from shards."""
-
-    def outputs(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (x,), spec=spec)
-
+    outputs = functools.partial(fs.functional_call, model, args=(x,), spec=spec)
     params, v = fs.shard(FULL, spec), fs.shard(V, spec)
     if name == "fisher":
         return products.fishervp(lambda p: F.cross_entropy(outputs(p), y, reduction="none"), params, v)
@@ -318,10 +315,7 @@ def test_memory_beside_that_of_a_gradient(name: str) -> None:
         spec = fs.by_type(nn.Linear)(model).bound
         params, x, y = fs.shard(model, spec), torch.randn(tokens, width), torch.randint(words, (tokens,))
         v = fs.random_like(params, spec, 0)
-
-        def outputs(p: fs.Params) -> Tensor:
-            return fs.functional_call(model, p, (x,), spec=spec)
-
+        outputs = functools.partial(fs.functional_call, model, args=(x,), spec=spec)
         steps: dict[str, Callable[[], Any]] = {
             "grad": lambda: fs.grad(lambda p: F.cross_entropy(outputs(p), y))(params),
             "ggnvp": lambda: products.ggnvp(outputs, curvature.cross_entropy(y), params, v),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from depth import at_most, depth, each, seldom
 from models import of_transformers, refused
-from parity import shards_of, step_with, strategies
+from parity import shards_of, squared_loss, step_with, strategies
 from ranks import Pool, mesh_of, real_ranks
 from test_by_matrix import ALONE as ON_ONE
 from test_by_matrix import GRADS, MODEL, PARAMS, REST, WANTED, collect, matrices_on, spec_on
@@ -419,12 +419,10 @@ def test_in_backward(rank: int, donate: bool) -> None:
     state = fs.optim.muon(spec, dtype=torch.float64).init(params)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)).double()
 
-    def loss(params: fs.Params, x: Tensor) -> Tensor:
-        return fs.functional_call(model, params, (x,), spec=spec).pow(2).sum()
-
+    loss = squared_loss(model, spec, x)
     for _ in range(2):
-        want = update(fs.grad(loss)(params, x), state, params)
-        got = fs.update_in_backward(inside, loss, params, state, [x], spec=spec)
+        want = update(fs.grad(loss)(params), state, params)
+        got = fs.update_in_backward(inside, lambda p, _: loss(p), params, state, [x], spec=spec)
         assert_close((got.params, got.state), want, rtol=1e-9, atol=1e-9)
         params, state = got.params, got.state
 

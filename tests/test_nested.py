@@ -7,6 +7,7 @@ autograd, and nobody misses what it does not keep.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -110,8 +111,7 @@ def test_every_stack_is_exact(rank: int, name: str, p: P) -> None:
     xs = torch.randn(2, 5, 3, dtype=torch.float64, generator=generator)
     spec = fs.by_type(Mixer, p=p)(model).bound
 
-    def loss(params: Tree) -> Tensor:
-        return fs.functional_call(model, params, (xs[rank],), spec=spec).square().mean()
+    loss = squared_loss(model, spec, xs[rank])
 
     def mean(params: Tree) -> Tensor:  # of a copy: torch 2.13 leaves its tensors in a module that is registered twice
         outs = (torch.func.functional_call(copy.deepcopy(model), dict(params), (x,)) for x in xs)
@@ -340,7 +340,7 @@ def test_a_pullback_is_differentiated_by_its_cotangent(rank: int, p: P) -> None:
     own, pushed = jvp(lambda c: total(pull(c)[0]), (cotangents,), (cotangents,))
     assert_close(pushed, 2 * own)
     leaves = {key: shard.detach().requires_grad_() for key, shard in params.items()}  # forward mode of a plain backward
-    call = lambda: fs.functional_call(model, leaves, (x,), spec=spec)  # noqa: E731
+    call = functools.partial(fs.functional_call, model, leaves, (x,), spec=spec)
     expected = torch.autograd.grad(call(), list(leaves.values()), cotangents)
     y = call()
     with forward_ad.dual_level():

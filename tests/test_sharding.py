@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import refused
 from ranks import Pool, real_ranks
+from test_gather_full import values
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh
 
@@ -293,10 +294,6 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 1))
 
 
-def values(model: nn.Module) -> Params:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def message(fn: object, *args: object, **kwargs: object) -> str:
     """What the error says that fn raises; empty for none."""
     try:
@@ -425,9 +422,8 @@ def test_rank0_only_needs_process_groups() -> None:
     """Simulated ranks all run the same code, so one of them cannot get more than the others."""
     model = layers()
     spec = fs.policies.whole()(model)
-    first = lambda mesh, _: fs.unshard(fs.shard(values(model), spec.on(mesh)), spec.on(mesh), rank0_only=True)  # noqa: E731
-    words = r"rank0_only on a simulated mesh: expected process groups"
-    refused(ValueError, words, lambda: fs.testing.spmd(first, 2)(torch.zeros(2)))
+    run = fs.testing.spmd(lambda mesh: fs.unshard(fs.shard(model, spec.on(mesh)), spec.on(mesh), rank0_only=True), 2)
+    refused(ValueError, r"rank0_only on a simulated mesh: expected process groups", run)
 
 
 @real_ranks(4)

@@ -248,12 +248,15 @@ def real_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     return Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
 
 
+def of_case(case: Case) -> Callable[..., Tensor]:
+    return lambda axes, x: WAYS[case.way](COLLECTIVES[case.op])[0](x, axes[case.over])
+
+
 def on_groups(rank: int, cases: list[Case], sizes: dict[str, int]) -> list[Tensor]:
     """This rank's results of cases whose first levels are the axes of a real mesh."""
     mesh = real_mesh(tuple(sizes.values()), tuple(sizes))
     index = tuple(int(i) for i in torch.arange(math.prod(sizes.values())).view(*sizes.values()).eq(rank).nonzero()[0])
-    run = lambda case: lambda axes, x: WAYS[case.way](COLLECTIVES[case.op])[0](x, axes[case.over])  # noqa: E731
-    return [nest(case.levels[len(sizes) :], dict(mesh.axes), run(case), stacked(case, index)) for case in cases]
+    return [nest(case.levels[len(sizes) :], dict(mesh.axes), of_case(case), stacked(case, index)) for case in cases]
 
 
 def check_on_groups(pool: Pool, many: list[Case], sizes: dict[str, int]) -> None:
