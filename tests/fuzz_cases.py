@@ -333,14 +333,9 @@ def sharded(plain: Plain, net: nn.Module, spec: fs.PartitionSpec, x: Tensor, ran
 
 def modes() -> tuple[Any, ...]:
     """Thread-local modes of torch that a call must leave as they are."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch._C._functorch.maybe_current_level(),
-        torch._C._autograd._top_saved_tensors_default_hooks(True),
-        torch.get_default_dtype(),
-    )
+    hooks, level = torch._C._autograd._top_saved_tensors_default_hooks(True), torch._C._functorch.maybe_current_level()
+    grad_and_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *grad_and_inference, torch.is_autocast_enabled("cpu"), level, hooks, torch.get_default_dtype()
 
 
 @contextlib.contextmanager

@@ -268,3 +268,9 @@ def gradient_of(
 
 def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([(x * b[key]).sum() for key, x in a.items()]).sum()
+
+
+def policies(mixed: Mapping[str, fs.P], *names: str) -> dict[str, fs.Policy]:
+    """The policies that almost every suite of optimizers tries, by their names, and one of the suite's own, by paths."""
+    usual = {"sharded": fs.policies.always(), "whole": fs.policies.whole(), "replicated": fs.policies.whole(fs.P())}
+    return {name: usual[name] for name in names} | {"mixed": fs.by_path(mixed)}

@@ -131,6 +131,7 @@ def rank_main(seconds: float, seed: int, least: int) -> None:
 def _steps(seed: int, rank: int, size: int) -> Iterator[Callable[[], None]]:
     """Random steps, the same ones on every rank; each of them asserts that its gradients are those of plain autograd."""
     import torch
+    from parity import strategies
     from torch import Tensor, nn
     from torch.distributed import init_device_mesh
 
@@ -138,13 +139,7 @@ def _steps(seed: int, rank: int, size: int) -> Iterator[Callable[[], None]]:
     from funshard import P
 
     codec = fs.Codec(lambda x: (x,), lambda x: x)
-    kinds = [
-        P("shard"),
-        P("shard", reshard=False),
-        P("shard", remat=True),
-        P(),
-        P("shard", precision=fs.Precision(codec=codec)),
-    ]
+    kinds = [*strategies("shard", "keep", "remat", "replicated").values(), P("shard", precision=fs.Precision(codec=codec))]
     meshes = [init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))]
     if size % 2 == 0 and size > 2:
         meshes.append(init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))

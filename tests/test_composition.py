@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from depth import at_most, depth, each, seldom
 from models import refused
+from parity import policies
 from ranks import at_rank, real_ranks
 from test_compile import IMPORT
 from test_profiling import logged
@@ -29,11 +29,7 @@ batched = pytest.mark.filterwarnings("ignore:There is a performance drop")
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).double()
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
-POLICIES = {
-    "sharded": fs.policies.always(),
-    "replicated": fs.policies.whole(P()),
-    "mixed": fs.by_path({"0": P(("replicate", "shard")), "1": P("replicate"), "2": P()}),
-}
+POLICIES = policies({"0": P(("replicate", "shard")), "1": P("replicate"), "2": P()}, "sharded", "replicated")
 SIZES = {"replicate": 2, "shard": 2}
 NAN_AT = 2
 """The step whose gradient is not finite on one rank."""
@@ -169,13 +165,8 @@ def test_what_is_no_chain_is_refused() -> None:
     lost = (lambda params: (), lambda grads, state, params: ({}, state))
     with pytest.raises(ValueError, match="transformation 1: expected gradients of the same keys, got others: ''"):
         optim.chain(clip, lost, sgd).update(params, (*init(params)[:1], (), sgd.init(params)), params)
-    wrappers: list[Callable[[Any], Any]] = [
-        optim.apply_if_finite(spec),
-        optim.accumulate_steps(2),
-        optim.ema(0.5),
-        optim.schedule_lr(lambda step: 0.1),
-    ]
-    for wrap in wrappers:
+    of_steps = optim.accumulate_steps(2), optim.ema(0.5), optim.schedule_lr(lambda step: 0.1)
+    for wrap in (optim.apply_if_finite(spec), *of_steps):
         refused(TypeError, "a gradient transformation returns gradients: expected an optimizer", lambda: wrap(clip))
         refused(TypeError, r"expected \(init, update\), such as", lambda: wrap(None))
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from depth import at_most, depth, every, seldom
 from hypothesis import given
 from models import refused
-from parity import shards_of
+from parity import policies, shards_of
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -281,13 +281,8 @@ def test_simulated_ranks() -> None:
 # --- random_like: one vector however the parameters are sharded ---
 LINEARS = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7, bias=False), nn.LayerNorm(7))
 VALUES = {name: p.detach() for name, p in LINEARS.named_parameters()}
-POLICIES = {
-    "sharded": fs.policies.always(),
-    "whole": fs.policies.whole(),
-    "aligned": fs.policies.whole(P("shard", align=64)),
-    "mixed": fs.by_path({"0": P(), "1": P("shard"), "2": P("shard")}),
-    "replicated": fs.policies.whole(P()),
-}
+POLICIES = policies({"0": P(), "1": P("shard"), "2": P("shard")}, "sharded", "whole", "replicated")
+POLICIES["aligned"] = fs.policies.whole(P("shard", align=64))
 DISTRIBUTIONS = ["normal", "rademacher"]
 
 

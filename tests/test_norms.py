@@ -10,6 +10,7 @@ import torch
 from collective_log import Collectives
 from depth import every
 from models import refused
+from parity import policies
 from ranks import mesh_of, real_ranks
 from test_optim import poisoned
 from torch import Tensor, nn
@@ -22,13 +23,8 @@ from funshard.optim import global_norm, norms
 MODEL = nn.ModuleDict({"one": nn.Linear(5, 5), "two": nn.Linear(5, 5), "last": nn.Linear(5, 1, bias=False)}).double()
 MODEL["two"].weight = MODEL["one"].weight
 """Two layers with one weight, one of few elements, and one that most ranks have nothing of."""
-POLICIES = {
-    "sharded": fs.policies.always(),
-    "whole": fs.policies.whole(),
-    "replicated": fs.policies.whole(P()),
-    "mixed": fs.by_path({"one": P(("replicate", "shard")), "two": P("replicate"), "last": P()}),
-    "aligned": fs.policies.whole(P("shard", align=16)),
-}
+POLICIES = policies({"one": P(("replicate", "shard")), "two": P("replicate"), "last": P()}, "sharded", "whole", "replicated")
+POLICIES["aligned"] = fs.policies.whole(P("shard", align=16))
 MESHES = [{"replicate": 1, "shard": 1}, {"replicate": 1, "shard": 3}, {"replicate": 2, "shard": 2}]
 
 

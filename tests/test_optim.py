@@ -13,7 +13,7 @@ import torch
 from collective_log import Collectives, world
 from depth import at_most, each, every
 from models import refused
-from parity import STRATEGIES, numbers, same, sharded_call, shards_of, squared, squared_loss, step_with
+from parity import STRATEGIES, numbers, policies, same, sharded_call, shards_of, squared, squared_loss, step_with
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -27,11 +27,7 @@ from funshard.optim import clip_by_global_norm, global_norm, vdot
 
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).double()
 NORMS = [0.5, 1.0, 2.0, 3.0, math.inf]
-POLICIES = {
-    "sharded": fs.policies.always(),
-    "mixed": fs.by_path({"0": fs.P(), "1": fs.P("shard")}),
-    "replicated": fs.policies.whole(fs.P()),
-}
+POLICIES = policies({"0": fs.P(), "1": fs.P("shard")}, "sharded", "replicated")
 HYBRID = fs.by_path({"0": fs.P(("replicate", "shard")), "1": fs.P("replicate"), "2": fs.P()})
 """Every set of axes."""
 

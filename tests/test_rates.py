@@ -11,6 +11,7 @@ import pytest
 import torch
 from depth import at_most, depth, each, every, seldom, some
 from models import refused
+from parity import policies
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as theirs
@@ -26,12 +27,8 @@ MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
 X = torch.randn(4, 6, 3).double()
 LR = torch.tensor(0.05).double()
-POLICIES = {
-    "sharded": fs.policies.always(),
-    "replicated": fs.policies.whole(P()),
-    "mixed": fs.by_path({"0": P(), "2": P("shard"), "4": P("shard")}),
-    "mixed on both axes": fs.by_path({"0": P(), "2": P(("replicate", "shard")), "4": P("replicate")}),
-}
+POLICIES = policies({"0": P(), "2": P("shard"), "4": P("shard")}, "sharded", "replicated")
+POLICIES["mixed on both axes"] = fs.by_path({"0": P(), "2": P(("replicate", "shard")), "4": P("replicate")})
 
 
 def sign(grad: Tensor, state: Any, param: Tensor, *, lr: Any) -> tuple[Tensor, Any]:
