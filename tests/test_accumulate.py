@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import functools
-import math
 import queue
 import threading
 import types
@@ -126,7 +125,7 @@ def policy(p: P, root: P | None = None) -> fs.Policy:
 
 @at_most(3)
 @each(way=["fs", "torch.func", "backward"], keep=KEEPS, shape=[(2,), (2, 2)], strategy=mark_seldom(STRATEGIES, *USUAL))
-@real_ranks(lambda shape: math.prod(shape))
+@real_ranks(lambda shape: torch.Size(shape).numel())
 def test_on_ranks(rank: int, shape: tuple[int, ...], strategy: str, keep: str, way: str) -> None:
     """The mean, the sum, and the sum over a number, with aux, penalties and an unused unit; over two axes "shards" reduces
     over one of them at the end. Beside each micro-batch by itself, and beside plain autograd of all ranks' micro-batches."""

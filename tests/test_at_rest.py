@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import pickle
 from typing import Any
 
@@ -16,9 +15,8 @@ from depth import at_most, depth, each, every, mark_seldom, pairs
 from hypothesis import given
 from models import EXACT, refused, unchanged
 from parity import MAIN_WAYS, WAYS, strategies
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 
 import funshard as fs
@@ -84,7 +82,7 @@ def test_every_rank_encodes_its_own_slice_and_all_get_the_same(
     """Blocks straddle neither ranks nor parameters, so the values do not depend on how many ranks there are."""
     model, codec = model_of(dtype), CODECS[name]
     spec = shapes(P("shard", at_rest=codec, align=align))(model).on(sizes)
-    shards = [fs.shard(model, spec, rank=rank) for rank in range(math.prod(sizes.values()))]
+    shards = [fs.shard(model, spec, rank=rank) for rank in range(torch.Size(sizes.values()).numel())]
     wanted = dict(quantized(model, codec).named_parameters())
     for unit in spec:
         assert (unit.at_rest is None) is unit.requires_grad
@@ -176,7 +174,7 @@ def hooked(model: nn.Module) -> nn.Module:
 def test_hooks_meshes_of_two_axes_and_overrides(rank: int, name: str) -> None:
     """Split over either axis, over both in either order or neither, and some units in another way than others."""
     model, codec = hooked(model_of()), CODECS[name]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(2, 2)
     grads, losses = expected(model, codec, XS)
     wanted = {name: p.detach() for name, p in quantized(model, codec).named_parameters()}
     both = ("replicate", "shard")

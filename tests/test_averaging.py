@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import Case, cases, each_rank, on_ranks, same, stacked
 from collective_log import Collectives, world
 from depth import at_most, mark_seldom, seldom
@@ -281,7 +280,7 @@ def test_due_where_torchs_hierarchical_is(periods: set[int], warmup_steps: int, 
         peer = HierarchicalModelAverager(OrderedDict(zip(sorted(periods), sizes, strict=True)), warmup_steps)
         peer.step, state = start, at(start)
         for _ in range(25):
-            theirs = [dist.get_world_size(group) for group in due(lambda: peer.average_parameters([parameter()]))]
+            theirs = [torch.distributed.get_world_size(group) for group in due(lambda: peer.average_parameters([parameter()]))]
             with Collectives() as sent:
                 _, state = av.periodic(spec, levels, warmup_steps=warmup_steps)[1]({"": torch.ones(2)}, state)
             assert [math.prod(one.ranks for one in sent.all)] == (theirs or [1])

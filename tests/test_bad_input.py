@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from depth import every
 from models import module_class, refused
 from torch import nn
@@ -306,7 +305,7 @@ def test_inference_mode(name: str) -> None:
 def score(self: Any, ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
     """As models of transformers are called: ids and labels, of which the loss is None without labels."""
     logits = self.table(ids)
-    return SimpleNamespace(logits=logits, loss=None if labels is None else F.cross_entropy(logits, labels))
+    return SimpleNamespace(logits=logits, loss=None if labels is None else nn.functional.cross_entropy(logits, labels))
 
 
 def scored(**batch: torch.Tensor) -> Callable[[Callable[[SimpleNamespace], Any]], Any]:

@@ -11,7 +11,6 @@ from typing import Any
 import matrix_peers as peers
 import pytest
 import torch
-import torch.distributed as dist
 from depth import at_most, depth, each, every, mark_seldom
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -523,5 +522,5 @@ def test_inverse_pair_and_derivatives_on_real_ranks(rank: int, mesh: str, halves
     for what in want:
         assert_close(got[what], want[what], msg=lambda m, what=what: f"{what}: {m}")
     owners: list[Any] = [None] * ranks_of(mesh)
-    dist.all_gather_object(owners, {name: known.by_name[name].owner for name in collected})
+    torch.distributed.all_gather_object(owners, {name: known.by_name[name].owner for name in collected})
     assert all(of == owners[0] for of in owners)

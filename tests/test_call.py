@@ -17,10 +17,8 @@ from models import EXACT, Architecture, assert_mean_gradients, module_class, unc
 from parity import GRADIENTS, squared_loss, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 import funshard as fs
-from funshard import P
 
 
 def linear(n_in: int = 3, n_out: int = 3) -> nn.Linear:
@@ -196,7 +194,7 @@ def test_an_error_of_forward_whose_message_cannot_be_read(rank: int) -> None:
 
 # --- modules that a custom autograd.Function runs in its backward ---
 POLICIES = {name: fs.by_type(nn.Linear, p=p) for name, p in strategies("shard", "remat", "keep", "replicated").items()}
-POLICIES |= {"whole": fs.policies.whole(), "remat_whole": fs.policies.whole(P("shard", remat=True))}
+POLICIES |= {"whole": fs.policies.whole(), "remat_whole": fs.policies.whole(fs.P("shard", remat=True))}
 KINDS = [*(("reversible", way) for way in ("fs", "backward")), *(("implicit", way) for way in GRADIENTS)]
 """The old style is not for torch.func."""
 
@@ -284,7 +282,7 @@ def refused(kind: str, policy: str, way: str, *, skeleton: bool = False) -> None
         GRADIENTS[way](lambda p: fs.functional_call(called, p, x, spec=spec)["out"].square().mean())(params)
     assert all(p.grad is None for p in model.parameters())
     gc.collect()
-    assert not torch_module._global_forward_pre_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
     called.f(x) if not skeleton else None
 
 

@@ -13,11 +13,10 @@ import torch
 from depth import at_most, depth, each, seldom
 from models import refused
 from parity import policies
-from ranks import at_rank, real_ranks
+from ranks import at_rank, mesh_of, real_ranks
 from test_compile import IMPORT
 from test_profiling import logged
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
@@ -114,7 +113,7 @@ def test_all_of_it_on_simulated_ranks(policy: str) -> None:
 def test_all_of_it_on_real_ranks(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
     """Each policy with one of the options, or thoroughly with each. Saved in the middle: loaded on one rank, with other units,
     with or without ``like``, the run goes on."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(*shape)
     given: list[dict[str, Any]] = [{}, {"donate": True}, {"rule": True}]
     for policy, options in depth([*zip(POLICIES.values(), given, strict=True)], [*product(POLICIES.values(), given)]):
         spec = policy(MODEL).on(mesh)

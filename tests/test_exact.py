@@ -16,8 +16,6 @@ from fuzz_modules import Symmetric
 from models import autograd_function, build, module_class, refused, unchanged, with_forward
 from ranks import real_ranks
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.checkpoint import checkpoint
 
 import funshard as fs
 from funshard import P
@@ -287,12 +285,12 @@ def branch(self: nn.Linear, x: Tensor) -> Tensor:
 
 
 def checkpointed(self: nn.Linear, x: Tensor) -> Tensor:
-    return checkpoint(functools.partial(nn.Linear.forward, self), x, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(functools.partial(nn.Linear.forward, self), x, use_reentrant=False)
 
 
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "checkpoint": (lambda: with_forward(nn.Linear, checkpointed)(3, 3), CHECKPOINTS),
-    "spectral_norm": (lambda: spectral_norm(nn.Linear(3, 3)), SPECTRAL),
+    "spectral_norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), SPECTRAL),
     "branch": (lambda: with_forward(nn.Linear, branch)(3, 3), BRANCHES),
 }
 

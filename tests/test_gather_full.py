@@ -15,10 +15,9 @@ from collective_log import Collectives, world
 from depth import at_most, every, mark_seldom
 from models import refused
 from parity import squared_loss
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from test_memory import Peak
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P, Params, PartitionSpec, Precision
@@ -64,7 +63,7 @@ def net() -> Net:
 
 def bound(mesh: str, model: nn.Module, make: Callable[..., fs.Policy] = fs.policies.always) -> PartitionSpec:
     _, shape, names, p = MESHES[mesh]
-    return make(p)(model).on(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    return make(p)(model).on(mesh_of(**dict(zip(names, shape, strict=True))))
 
 
 def values(model: nn.Module) -> Params:
@@ -513,7 +512,7 @@ def test_local_and_encoded_units(rank: int) -> None:
     """Whole parameters of local units, decoded ones of units at rest, copies of replicated ones; inside of fs.check."""
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))
     model[2].requires_grad_(False)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
+    mesh = mesh_of(expert=2, shard=2)
     policy = fs.by_path(
         {
             "0": P("shard", local={"expert": {"*weight": 1}}, align=1),

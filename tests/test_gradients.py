@@ -21,10 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import refused, with_forward
 from parity import dot
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from strategies import integers_like, meshes, modules, policies
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.func import grad, jvp, vmap
 
 import funshard as fs
@@ -309,7 +308,7 @@ def test_over_some_axes_and_then_the_others(p: P) -> None:
 @real_ranks(4)
 def test_micro_batches_with_one_all_reduce(rank: int, way: str, p: P) -> None:
     """HSDP on real ranks: three micro-batches reduced over the slices each, over the replicas once; or once altogether."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(2, 2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     spec = fs.by_type(nn.Linear, p=p)(model).on(mesh)
@@ -379,7 +378,7 @@ def test_a_weight_that_is_no_number_of_samples(wrong: float) -> None:
 @real_ranks(2)
 def test_a_weighted_loss_is_reduced_in_backward(rank: int) -> None:
     """``loss * weight_share`` and ``reduce="sum"`` on two ranks with two and five samples: the mean over seven."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = mesh_of(2)
     torch.manual_seed(0)
     model = nn.Linear(3, 1).double()
     spec = fs.policies.whole()(model).on(mesh)
@@ -423,7 +422,7 @@ def test_history_in_float32() -> None:
 def test_what_is_wrong_is_said_before_anything_is_sent() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     with world(8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of(2, 4)
         spec = fs.by_type(nn.Linear)(model).on(mesh)
         full = {name: t.detach() for name, t in model.named_parameters()}
         params = fs.shard(full, spec, rank=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,11 +21,9 @@ from ranks import mesh_of, real_ranks
 from test_accumulate import OTHERWISE, STRATEGIES, Some, close, policy, used_otherwise
 from test_memory import no_collector
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import P
-from funshard.collectives import Mesh
 
 MICRO = [1, 3]
 ADAM = {"lr": 0.1, "weight_decay": 0.1}
@@ -73,7 +70,7 @@ def test_of_any_model_on_any_mesh(case: Any, count: int, clip: str) -> None:
     xs = torch.linspace(0.3, 1, torch.Size(sizes.values()).numel() * count).double().view(-1, count)
     init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
 
-    def run(mesh: Mesh, x: Tensor) -> Any:
+    def run(mesh: fs.collectives.Mesh, x: Tensor) -> Any:
         spec = of(model).on(mesh)
         params = fs.shard(t, spec)
         loss = lambda p, x: fs.functional_call(model, p, x, spec=spec) + penalty(p)  # noqa: E731
@@ -88,7 +85,7 @@ def test_of_any_model_on_any_mesh(case: Any, count: int, clip: str) -> None:
 
 @at_most(6)
 @each(donate=[False, True], clip=CLIPS, count=MICRO, shape=[(2,), (2, 2)], strategy=mark_seldom(STRATEGIES, *USUAL))
-@real_ranks(lambda shape: math.prod(shape))
+@real_ranks(lambda shape: torch.Size(shape).numel())
 def test_on_ranks(rank: int, shape: tuple[int, ...], strategy: str, count: int, clip: str, donate: bool) -> None:
     """Every strategy, with an unused unit: params, state, value and norm."""
     p = STRATEGIES[strategy]
@@ -100,7 +97,7 @@ def test_on_ranks(rank: int, shape: tuple[int, ...], strategy: str, count: int, 
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec).double() ** 2).mean()  # noqa: E731
     state = init(params)
     for _ in range(2):  # from state that is not zeros
-        own = pytree.tree_map(torch.clone, (params, state))
+        own = torch.utils._pytree.tree_map(torch.clone, (params, state))
         expected = reference(fs.optim.from_torch(torch.optim.AdamW, **ADAM).update, loss, *own, batches, **options)
         before = {key: (x.clone(), x, x.data_ptr()) for key, x in params.items()}
         got = fs.update_in_backward(update, loss, params, state, batches, **options)

@@ -20,11 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import refused, unchanged, with_forward
 from peer_models import MLP, Net, Transformer
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from test_memory import Peak
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import funshard as fs
 from funshard import P, _torch
@@ -595,7 +593,7 @@ def test_simple_model_with_meta_device(rank: int) -> None:
     for policy in (fs.policies.whole(), fs.policies.always(), fs.by_type(MLP)):
         with torch.device("meta"):
             model = Net()
-        spec = policy(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+        spec = policy(model).on(mesh_of(2))
         plain = seeded(Net(), 9)
         named = {name: p.detach() for name, p in plain.named_parameters()}
         params = fs.init(model, spec, seed=9)
@@ -639,7 +637,7 @@ def test_ranks_that_differ(rank: int) -> None:
 # --- Memory. ---
 def held(model: Any, ranks: int) -> tuple[int, int, int]:
     """The peak, and the bytes of the slices and of the largest unit."""
-    spec = fs.by_type(LlamaDecoderLayer, nn.Embedding)(model).on({"shard": ranks})
+    spec = fs.by_type(type(model.model.layers[0]), nn.Embedding)(model).on({"shard": ranks})
     with Peak() as memory:
         params = fs.init(model, spec, init_fn=model._init_weights, seed=0, rank=5)
     slices = sum(x.numel() * x.itemsize for x in params.values())

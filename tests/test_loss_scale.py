@@ -15,7 +15,6 @@ from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import funshard as fs
@@ -84,7 +83,7 @@ def test_ddp_parity_with_grad_scaler(rank: int) -> None:
     """One-element layers, of which a rank owns none: it learns of the other's infinity, as DDP does."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False)).double()
     spec = fs.policies.always()(model).bound
-    peer = DistributedDataParallel(copy.deepcopy(model))
+    peer = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     init, update = ls.dynamic(spec, scale=8.0, **OPTIONS)
     params, state = fs.shard(model, spec), init()
     assert [piece.numel() for piece in fs.param_views(params, spec).values()] == [1 - rank] * 2  # the other rank owns nothing

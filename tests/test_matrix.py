@@ -29,7 +29,6 @@ from test_at_rest import quantized
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jvp, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 import funshard as fs
@@ -552,7 +551,7 @@ def check(got: Any, transform: str, strategy: str, ranks: int, rank: int) -> Non
     expected = TRANSFORMS[transform].equals(reference(network, ranks), cut, rank)
     holds = any(t.any() for t in cut({name: torch.ones_like(p) for name, p in network.full.items()}).values())
     assert any(t.abs().max() > 1e-4 for t in pytree.tree_leaves(expected)) or not holds
-    assert_close(got, detached(expected), rtol=10**-DIGITS, atol=10**-DIGITS)
+    torch.testing.assert_close(got, detached(expected), rtol=10**-DIGITS, atol=10**-DIGITS)
 
 
 def detached(tree: Any) -> Any:

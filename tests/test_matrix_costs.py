@@ -11,7 +11,6 @@ from unittest import mock
 import matrix_peers as peers
 import pytest
 import torch
-import torch.distributed as dist
 from collective_log import Collectives, Sent, world
 from depth import at_most, depth, each, every, seldom
 from ranks import mesh_of, real_ranks
@@ -19,11 +18,9 @@ from test_by_matrix import MESHES, piece_of
 from test_memory import Peak, no_collector
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import P
-from funshard.collectives import ProcessAxis
 from funshard.optim import _matrix_rules as muon_module
 
 # --- what is sent ---
@@ -75,7 +72,11 @@ def test_what_is_sent(axes: str, ranks: int, rank: int) -> None:
         with Collectives() as sent:
             step(spec)
         sizes = [size for _, size in spec.bound_mesh.sizes]
-        at = tuple(axis.rank for _, axis in spec.bound_mesh.axes if isinstance(axis, ProcessAxis) and axis.rank is not None)
+        at = tuple(
+            axis.rank
+            for _, axis in spec.bound_mesh.axes
+            if isinstance(axis, fs.collectives.ProcessAxis) and axis.rank is not None
+        )
         expected: list[Sent] = []
         for names in known.groups:
             some = [known.by_name[name] for name in names]
@@ -149,7 +150,7 @@ def test_each_matrix_is_worked_on_once(rank: int, mesh: str) -> None:
     with mock.patch.object(muon_module, "orthogonal", orthogonal):
         peers.sharded(spec, fs.optim.muon(spec), full, [full] * 2)
     of_all: list[Any] = [None] * math.prod(sizes.values())
-    dist.all_gather_object(of_all, done)
+    torch.distributed.all_gather_object(of_all, done)
     assert Counter(shape for some in of_all for shape in some) == {**{(3, i + 2): 2 for i in range(1, 5)}, (3, 2): 4}
     assert done
 
@@ -259,7 +260,7 @@ def test_a_gradient_whose_square_overflows_leaves_state_finite(name: str, dtype:
     for t, scale in enumerate((min(huge, 1e19), 1.0, huge, 1.0)):
         grad = whole((8, 6), t).tanh() * scale
         params, state = update(fs.shard({"weight": grad.to(dtype)}, spec), state, params)
-        assert all(x.isfinite().all() for x in pytree.tree_leaves((params, state)) if isinstance(x, Tensor)), t
+        assert all(x.isfinite().all() for x in torch.utils._pytree.tree_leaves((params, state)) if isinstance(x, Tensor)), t
         assert params[""].abs().max() < 100
     assert state.total == 0
     bare, infinite = OPTIMIZERS[name](spec, torch.float32), {"": torch.full((48,), torch.inf, dtype=dtype)}

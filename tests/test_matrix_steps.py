@@ -22,8 +22,6 @@ from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import P
-from funshard.collectives import ProcessAxis
-from funshard.testing import spmd
 
 ALONE = {"shard": 1}
 OWN: dict[str, dict[str, Any]] = {"1.0.weight": {"lr": 0.2}, "2.weight": {"weight_decay": 0.0}, "2.bias": {"lr": 0.01}}
@@ -312,7 +310,7 @@ def test_what_does_not_fit() -> None:
     ]
     first, *others = (nn.Linear(2, 2, bias=False) for _ in range(5))
     two_units = fs.by_path({"*": P("shard", align=1)})(nn.Sequential(first, nn.Sequential(*others)))
-    two = fs.optim.matrices(two_units.on({"shard": ProcessAxis(2, 0)}))
+    two = fs.optim.matrices(two_units.on({"shard": fs.collectives.ProcessAxis(2, 0)}))
     bad += [
         (lambda: two._check_slices({"0": torch.ones(2), "1": torch.ones(8).half()}), "'1.0.weight' is sent together"),
         (lambda: collect(two, {"0": torch.ones(2), "1": torch.ones(8)}), "cannot communicate"),
@@ -346,7 +344,7 @@ def test_derivatives_of_a_step() -> None:
     want = derivatives(ON_ONE)
     for sizes in ({"shard": 2}, {"replicate": 2, "shard": 2}):
         ranks = torch.Size(sizes.values()).numel()
-        got = spmd(lambda mesh, _: derivatives(spec_on(mesh, "shard")), sizes)(torch.zeros(ranks))
+        got = fs.testing.spmd(lambda mesh, _: derivatives(spec_on(mesh, "shard")), sizes)(torch.zeros(ranks))
         for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
             assert_close(a, b.expand(ranks, *b.shape), rtol=1e-9, atol=1e-9)
 

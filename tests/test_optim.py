@@ -18,7 +18,6 @@ from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import funshard as fs
@@ -132,7 +131,7 @@ def test_ddp_parity(rank: int, strategy: str, p: float) -> None:
     """Clipped and stepped beside DDP: a step whose gradients are multiplied by 100, and three more."""
     max_norm = {1.0: 25.0, 2.0: 2.5, math.inf: 1.0}[p]
     model = Net()
-    peer = DistributedDataParallel(copy.deepcopy(model))
+    peer = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     spec, params = shards_of(PARITY[strategy], model)
     ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(peer.parameters(), lr=1e-2)
     for step in range(4):

@@ -24,7 +24,6 @@ from depth import at_most, each, every, mark_seldom, seldom
 from models import module_class, refused
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -212,7 +211,7 @@ def test_optimizer_state(name: str) -> None:
     plan = fs.plan(spec, optimizer=name)
     cls = next(cls for key, cls in vars(torch.optim).items() if key.lower() == name.lower())
     state = fs.optim.from_torch(cls, lr=0.1).init(fs.shard(model, spec, rank=0))
-    want = sum(x.nbytes for x in pytree.tree_leaves(state) if x.dim())
+    want = sum(x.nbytes for x in torch.utils._pytree.tree_leaves(state) if x.dim())
     assert plan.at_rest["optimizer"] == want
     assert sum(unit.optimizer for unit in plan.units.values()) == want
 

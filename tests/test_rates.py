@@ -15,7 +15,6 @@ from parity import policies
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as theirs
-from torch.optim.swa_utils import SWALR
 from torch.testing import assert_close
 
 import funshard as fs
@@ -192,7 +191,7 @@ SCHEDULERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "CosineAnnealingWarmRestarts": (theirs.CosineAnnealingWarmRestarts, {"T_0": 3, "T_mult": 2}),
     "CyclicLR": (theirs.CyclicLR, {"base_lr": 0.01, "max_lr": 0.2, "step_size_up": 3, "cycle_momentum": False}),
     "OneCycleLR": (theirs.OneCycleLR, {"max_lr": 0.3, "total_steps": 30, "cycle_momentum": False}),
-    "SWALR": (SWALR, {"swa_lr": 0.02, "anneal_epochs": 5}),
+    "SWALR": (torch.optim.swa_utils.SWALR, {"swa_lr": 0.02, "anneal_epochs": 5}),
     "SequentialLR": (
         lambda optimizer: theirs.SequentialLR(
             optimizer, [theirs.LinearLR(optimizer, 0.1, total_iters=5), theirs.CosineAnnealingLR(optimizer, 10)], [5]

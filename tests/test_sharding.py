@@ -18,10 +18,10 @@ from depth import depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import refused
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from test_gather_full import values
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed import DeviceMesh
 
 import funshard as fs
 from funshard import P, Params, PartitionSpec
@@ -285,10 +285,6 @@ def test_an_axis_of_one_rank_knows_its_rank() -> None:
 
 
 # --- On real ranks, and what is refused there ---
-def square() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
 def layers() -> nn.Sequential:
     torch.manual_seed(4)
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 1))
@@ -307,7 +303,7 @@ def different(rank: int, odd: int, what: str, flat: bool) -> str:
     model = layers()
     made = DIFFERENCES[what][0](model) if rank == odd else None
     spec = (fs.by_type(nn.Linear) if made is None or isinstance(made, nn.Module) else made)(model)
-    return message(fs.shard, model, spec if flat else spec.on(square()))
+    return message(fs.shard, model, spec if flat else spec.on(mesh_of(2, 2)))
 
 
 @pytest.mark.parametrize("what", sorted(DIFFERENCES))
@@ -339,7 +335,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
 def changed_after(rank: int, odd: int, what: str, flat: bool) -> str:
     model = layers()
     spec = fs.by_type(nn.Linear)(model)
-    bound = spec if flat else spec.on(square())
+    bound = spec if flat else spec.on(mesh_of(2, 2))
     if rank == odd:
         CHANGES[what][0](model)
     said = message(fs.shard, model, bound)
@@ -378,7 +374,7 @@ DTYPES = [torch.complex64, torch.complex128, torch.int16, torch.uint8, torch.boo
 def bad_source(rank: int, what: str, src: int, p: P, flat: bool) -> str:
     model = layers()
     spec = fs.by_type(nn.Linear, p=p)(model)
-    bound = spec.bound if flat else spec.on(square())
+    bound = spec.bound if flat else spec.on(mesh_of(2, 2))
     said = message(fs.shard, BAD_SOURCES[what][0](values(model)) if rank == src else None, bound, src=src)
     good = fs.shard(values(model) if rank == src else None, bound, src=src)  # and nothing is out of step
     same(good, fs.shard(values(model), bound, rank=rank))
@@ -429,7 +425,7 @@ def test_rank0_only_needs_process_groups() -> None:
 @real_ranks(4)
 def test_l6_reshard(rank: int) -> None:
     """From any of one, two and four slices, of any policy, to any other, on a real 2 x 2 mesh."""
-    model, mesh = layers(), square()
+    model, mesh = layers(), mesh_of(2, 2)
     full = values(model)
     axes = ["shard", "replicate", ("replicate", "shard"), ("shard", "replicate"), None]
     policies = [lambda p: fs.policies.whole(p), lambda p: fs.by_type(nn.Linear, p=p), lambda p: fs.by_path({"1": p}, P())]
@@ -442,7 +438,7 @@ def test_l6_reshard(rank: int) -> None:
 @real_ranks(4)
 def test_parts_of_the_tree(rank: int) -> None:
     """What partition gives is gathered and resharded by itself, and differentiated: LoRA's trainable part."""
-    model, mesh = layers().double(), square()
+    model, mesh = layers().double(), mesh_of(2, 2)
     model[1].requires_grad_(False)
     spec = fs.by_type(nn.Linear, p=P(("shard", "replicate")))(model).on(mesh)
     new = fs.policies.override(fs.by_type(nn.Linear), fs.by_path({"1": P()}))(model).on(mesh)

@@ -7,7 +7,6 @@ import pickle
 import random
 import re
 from collections.abc import Mapping
-from math import inf
 
 import pytest
 import torch
@@ -270,7 +269,7 @@ def test_s6_override_is_associative_and_right_biased(model: nn.Module, data: st.
 @given(MODELS, st.sampled_from([fs.P("shard"), fs.P(), fs.P(("a", "b"), align=4)]))
 def test_s6_identities(model: nn.Module, p: fs.P) -> None:
     """by_size(inf), a custom never and no path are whole; by_type(Module) takes every module."""
-    for policy in (fs.by_size(inf, p=p), fs.policies.custom(lambda m: False, p), fs.by_path({}, p)):
+    for policy in (fs.by_size(torch.inf, p=p), fs.policies.custom(lambda m: False, p), fs.by_path({}, p)):
         assert policy(model) == fs.policies.whole(p)(model)
     assert len(fs.by_type(ResidualNode, nn.ModuleList)(model).selected) == len(list(model.modules()))
     assert fs.policies.ignoring(fs.policies.always(p))(model) == fs.policies.always(p)(model)

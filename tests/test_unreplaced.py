@@ -16,9 +16,8 @@ from models import module_class, unchanged
 from torch import Tensor, nn
 
 import funshard as fs
-from funshard import P
 
-POLICIES = {"whole": fs.policies.whole(), "units": fs.by_type(nn.Linear), "remat": fs.policies.whole(P("shard", remat=True))}
+POLICIES = {"whole": fs.policies.whole(), "units": fs.by_type(nn.Linear), "remat": fs.policies.whole(fs.P("shard", remat=True))}
 WAYS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
     "forward": lambda loss: loss,
     "fs.grad": fs.grad,

@@ -16,9 +16,8 @@ from depth import at_most, depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import module_class, refused
-from ranks import Pool
+from ranks import Pool, mesh_of
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.func import jvp, vjp, vmap
 
 import funshard as fs
@@ -245,7 +244,7 @@ def test_every_dimension(op: str) -> None:
 
 @functools.cache
 def real_mesh(sizes: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
-    return Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    return Mesh.of(mesh_of(**dict(zip(names, sizes, strict=True))))
 
 
 def of_case(case: Case) -> Callable[..., Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -35,7 +34,6 @@ from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
-from torch.utils import _pytree as pytree
 from worst import Misuse, watched
 
 import funshard as fs
@@ -265,7 +263,7 @@ def mesh_of(shape: tuple[int, ...], *, own: bool = False) -> DeviceMesh:
 
 @at_most(1)
 @pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, *[*LAYOUTS][::2]))
-@real_ranks(lambda layout: math.prod(LAYOUTS[layout][0]), "worst")
+@real_ranks(lambda layout: torch.Size(LAYOUTS[layout][0]).numel(), "worst")
 def test_what_overlaps(rank: int, layout: str) -> None:
     """Gathers ahead and reductions behind, over one mesh or two."""
     shape, p = LAYOUTS[layout]
@@ -291,7 +289,7 @@ def test_compressors(worst2: Pool, worst4: Pool, layout: str) -> None:
         simulated = steps(compressor, layout, *(test_compress.gradients(size, seed) for seed in range(3)))
         atol = 0.03 if "cast" in name else 1e-6
         for rank, real in enumerate(pool.run(compressed, layout, name, size)):
-            one = pytree.tree_map(lambda x, rank=rank: x[rank], simulated)
+            one = torch.utils._pytree.tree_map(lambda x, rank=rank: x[rank], simulated)
             assert_close(real, one, rtol=1e-6, atol=atol)
 
 
