@@ -26,6 +26,7 @@ from funshard._call.write_watch import compare_values
 
 ROWS = 3
 CODEC = fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x))
+
 PS = {
     "shard": P("shard"),
     "keep": P("shard", reshard=False),
@@ -229,8 +230,10 @@ TRANSFORMS: dict[str, tuple[Callable[[Loss, Params, Params], Result], Callable[[
     "inference_mode": (evaluated(torch.inference_mode), evaluated(torch.inference_mode)),
 }
 """What runs on shards, and what is as much on the whole model."""
+
 MEANS = ("fs.grad", "grad", "vjp", "jvp", "hvp", "no_grad")
 """Those that on simulated ranks are, inside of each rank, means over ranks."""
+
 NAMED = re.compile(
     r"(unit|module|parameter|buffer|argument|attribute) '|functional_call: |per_sample_grads\("
     # torch's own words for what a transform cannot run where the plain model runs in another one

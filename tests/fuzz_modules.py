@@ -22,6 +22,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
+
 PIECES: dict[str, Callable[[], nn.Module]] = {}
 """By name: what makes one."""
 Forward = Callable[..., Tensor]

@@ -51,6 +51,8 @@ spec = fs.policies.by_group([Block], size=2, p=p)(model)
 params = fs.shard(model, spec)
 model = fs.skeleton(model)
 source, _ = text("*.py", 200_000)
+
+
 batches = fs.data.sampler((len(source) - 1) // SEQ, spec, batch=6 * world, epochs=None)
 
 

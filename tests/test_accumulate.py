@@ -114,6 +114,8 @@ REDUCTIONS: list[str | float] = ["sum", "mean", 3.0]
 USUAL = ["shard", "kept", "replicated", "remat", "bf16", "codec", "all axes", "fp16", "bf16 reduced"]
 OTHERWISE = ["twice", "penalty", "teacher", "computed", "changed", "one computed", "step inside", "gradient of the input"]
 OTHERWISE += ["checkpoint", "remat", "a unit alone"]
+
+
 Unused = type("Unused", (nn.Linear,), {})
 Some = module_class("Some", lambda: {"net": Net(blocks=2), "unused": Unused(2, 2).double()}, lambda self, x: self.net(x))
 """Blocks, one of which is not used, under a root of its own."""

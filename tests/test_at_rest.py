@@ -72,6 +72,7 @@ def expected(model: nn.Module, codec: Codec, xs: Tensor) -> tuple[dict[str, Tens
 
 # --- what is kept ---
 SIZES = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}]
+
 DTYPES = [torch.float32, BF16]
 
 

@@ -301,6 +301,7 @@ def test_averagers_on_real_ranks(rank: int) -> None:
     keys = ["0", "1"] if rank % 2 else ["1", "0"]  # a dict in an order of this rank's own
     got = av.average({key: torch.full((3,), rank + 10.0 * int(key)) for key in keys}, spec)
     same(got, {key: torch.full((3,), 1.5 + 10 * int(key)) for key in keys})
+
     for warmup in range(12, 16):
         hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup)
         for period, theirs in ((4, PeriodicModelAverager(4, warmup)), (LEVELS, hierarchical)):
@@ -363,12 +364,14 @@ def test_post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: 
         optimizer.zero_grad()
         squared(plain_call(ddp), x).backward()
         optimizer.step()
+
         grads = torch.func.grad(lambda p: torch.func.functional_call(MODEL, p, (x,)).pow(2).mean())(params)
         axes = None if step < start else local
         grads = av.average(grads, spec, axes=axes)
         momentum = {name: 0.5 * momentum[name] + g for name, g in grads.items()}
         params = {name: p - 0.1 * momentum[name] for name, p in params.items()}
         params, state = update(params, state)
+
         assert_close(params, {name: p.detach() for name, p in model.named_parameters()}, rtol=1e-12, atol=1e-13)
         assert state.step == optimizer.averager.step == step + 1
         mean = av.average(params, spec)

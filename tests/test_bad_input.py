@@ -28,6 +28,7 @@ X = torch.ones(1, 3)
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
 COUNTS = nn.Module()
 COUNTS.register_parameter("count", nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False))
+
 READERS: dict[str, Callable[[Params], object]] = {
     "unshard": lambda params: fs.unshard(params, SPEC),
     "to the host": lambda params: fs.unshard(params, SPEC, offload_to_cpu=True),
@@ -166,6 +167,7 @@ def test_a_policy_is_no_spec(name: str) -> None:
 GROWN = changed(lambda m: m.append(nn.Linear(2, 2)))
 WIDER = changed(lambda m: setattr(m, "1", nn.Linear(4, 5, bias=False)))
 SHORTER = changed(lambda m: m.pop(1))
+
 MISTAKES: dict[type[Exception], dict[str, Callable[[], object]]] = {
     TypeError: {
         r"spec: expected a PartitionSpec.*, got NoneType": lambda: fs.functional_call(MODEL, PARAMS, X, spec=None),

@@ -49,6 +49,7 @@ GRADS = [
     for g in (torch.Generator().manual_seed(t) for t in range(STEPS))
 ]
 PARAMS = {name: p.detach() for name, p in MODEL.named_parameters()}
+
 OPTIMIZERS: dict[str, tuple[Any, peers.Peer]] = {
     "muon": (lambda where, **o: fs.optim.muon(where, dtype=torch.float64, **ADAMW, **o), peers.muon()),
     "muon of its own": (
@@ -79,6 +80,8 @@ MESHES: dict[str, tuple[dict[str, int], Any]] = {
     "hsdp": ({"replicate": 2, "shard": 2}, "shard"),
     "two axes": ({"a": 2, "b": 2}, ("b", "a")),
 }
+
+
 POLICIES = {"whole": fs.policies.whole(), "always": fs.policies.always(), "linear ddp": fs.by_type(nn.Linear, p=fs.P())}
 
 

@@ -34,6 +34,7 @@ NAN_AT = 2
 """The step whose gradient is not finite on one rank."""
 COSINE: dict[str, Any] = {"T_max": 7}
 ADAM: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-3}
+
 GRADS = [{name: torch.randn_like(p) for name, p in FULL.items()} for _ in range(10)]
 """The whole gradients of steps."""
 

@@ -25,6 +25,8 @@ from funshard import P, curvature
 from funshard._slices.random_slices import philox
 
 CLASSES = 4
+
+
 torch.manual_seed(1)
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
 X, Y = torch.randn(4, 6, 3, dtype=torch.float64), torch.randint(CLASSES, (4, 6))

@@ -22,6 +22,8 @@ from funshard import P
 from funshard.testing import assert_exact
 
 LOSSY = fs.Precision(codec=fs.Codec(lambda x: ((x * 8).round() / 8,), lambda x: x))
+
+
 Block = module_class(
     "Block",
     lambda: {

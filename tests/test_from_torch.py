@@ -362,6 +362,7 @@ def test_derivatives_are_refused() -> None:
     init, update = from_torch(torch.optim.SGD, momentum=0.9)
     params, grads = {"": torch.ones(3)}, {"": torch.ones(3)}
     state = init(params)
+
     of: dict[str, Callable[[Tensor], Tensor]] = {
         "params['']": lambda p: update(grads, state, {"": p})[0][""].sum(),
         "grads['']": lambda g: update({"": g}, state, params)[0][""].sum(),

@@ -158,6 +158,7 @@ def test_transforms_around_it() -> None:
     together = torch.vmap(lambda v: alone(v=v))(vectors)
     for i in range(2):
         assert_close({key: x[i] for key, x in together.items()}, alone(v={k: x[i] for k, x in vectors.items()}), **CLOSE)
+
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
     spec = fs.policies.always()(model)  # without a layer norm, of whose jvp torch's derivative is wrong
     params = fs.shard(model, spec)

@@ -354,6 +354,7 @@ def test_reduce_mean_is_the_mean_over_all_samples(counts: list[int]) -> None:
         spec = fs.policies.whole()(model).on(mesh)
         params = fs.shard(full, spec)
         grads = fs.reduce_grads(torch.func.grad(mean)(fs.unshard(params, spec), x, mask), spec, weight=mask.sum())
+
         return fs.weight_share(mask.sum(), spec), fs.unshard(grads, spec)
 
     shares, got = spmd(run, n)(xs, mask)

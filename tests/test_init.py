@@ -131,6 +131,7 @@ POLICIES: dict[str, Callable[[nn.Module], fs.PartitionSpec]] = {
     )(m),
     "children": lambda m: fs.by_path({name: P("shard") for name, c in m.named_children() if [*c.parameters()]})(m),
 }
+
 OVER_UNITS = {(name, policy) for name in ("tied", "encoder") for policy in ("always", "linear", "ignoring")}
 """MixedKinds writes to its child, and torch's attention to the bias of its output layer, which are units of their own here."""
 

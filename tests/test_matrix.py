@@ -312,6 +312,8 @@ def mean_of(trees: Iterable[fs.Params]) -> fs.Params:
 
 
 reference = functools.cache(Reference)
+
+
 State = tuple[fs.Params, fs.Params, Tensor, Tensor]
 """Shards of parameters and of a direction, this rank's batch and a cotangent of its outputs; stacked if simulated."""
 OnRanks = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -566,6 +568,8 @@ AS_IT_RUNS = [name for name in TRANSFORMS if name not in TRACED]
 COMPILED = depth(['`P("shard")`'], [*MAIN, *OF_MEMORY])
 COMPILED_SIMULATED = depth(["`codec=`", "`offload=` activations", "as written"], [*MAIN, *OF_MEMORY])
 """By default what test_compile.py and test_compile_remat.py do not compile on real ranks."""
+
+
 QUIET = pytest.mark.filterwarnings(
     "ignore::funshard._call.compiled_unit.CompileWarning", "ignore:The .grad attribute of a Tensor that is not"
 )

@@ -211,6 +211,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "shampoo of one side": lambda spec, dtype: fs.optim.shampoo(spec, lr=1.0, max_size=40),
     "soap": lambda spec, dtype: fs.optim.soap(spec, lr=1.0, weight_decay=0.0, every=2),
 }
+
 TOLERANCES = {"soap": 0.1, "shampoo of averages": 0.02}
 """Of Adam's division what is left of rounding errors; of old roots those of eigenvalues that were 0."""
 

@@ -83,6 +83,8 @@ STACKS: dict[str, Callable[[Loss, Tree, Tree], Tree]] = {
     "pulled back after all": lambda f, p, v: vjp(lambda p: pulled(f, p), p)[1](dict(v))[0],
     "two calls in one": lambda f, p, v: grad(lambda p: total(grad(both(f, p))(p)))(p),
 }
+
+
 SENT = fs.Precision(codec=fs.Codec(lambda x: (x / 2, x - x / 2), torch.add))
 USUAL = ["grad of grad", "fs.grad of grad", "autograd of grad", "grad of grad of grad", "jvp of grad", "grad of jvp"]
 USUAL += ["grad of a pullback", "two calls in one"]
@@ -258,6 +260,7 @@ def curved() -> nn.Module:
 def test_a_backward_inside_of_torch_func_grad(rank: int, p: P) -> None:
     """torch.autograd.grad inside of the function can be differentiated: only the transform's own, the last, keeps less."""
     model, spec, params, x = setting(rank, curved, p)
+
     loss = squared_loss(model, spec, x)
 
     def by_autograd(p: fs.Params) -> Tensor:
@@ -328,6 +331,7 @@ def test_a_pullback_is_differentiated_by_its_cotangent(rank: int, p: P) -> None:
     mean = {name: (slopes[0][name] + slopes[1][name]) / 2 for name in full}
     # of the squares of the mean over ranks of J^T c: 2 J J^T c
     expected = jvp(lambda p: functional_call(model, p, (x,)), (full,), ({name: 2 * g for name, g in mean.items()},))[1]
+
     _, pull = vjp(lambda p: fs.functional_call(model, p, (x,), spec=spec), params)
     leaf = cotangents.clone().requires_grad_()
     got = [

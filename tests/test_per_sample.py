@@ -28,6 +28,8 @@ from torch.testing import assert_close
 import funshard as fs
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
 Block = module_class(
     "Block",
     lambda width: {"linear": nn.Linear(width, width), "norm": nn.LayerNorm(width), "drop": nn.Dropout(0.5)},

@@ -346,6 +346,7 @@ def test_a_step_without_spec() -> None:
 
 # --- python -m funshard plan, and the picture of a plan ---
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
+
 MODEL = """
 from torch import nn
 import funshard as fs

@@ -337,6 +337,7 @@ def test_a12_shared_modules_and_tied_parameters_count_once() -> None:
     spec = fs.by_size(6)(model)
     assert units_of(spec) == {"": {"a.own", "b.own"}, "a.x": {"a.x.weight", "a.x.bias"}}
     assert spec.by_name["b.x.bias"] == spec.by_name["a.x.bias"]
+
     tied = sequential((None,), (None,))
     tied[1][0].weight = tied[0][0].weight  # 5 elements of either side are its own, 25 are both's
     assert torch_units(tied, size(30)).keys() == {"", "0.0", "1.0"}

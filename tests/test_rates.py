@@ -102,6 +102,7 @@ def test_on_simulated_ranks(name: str, policy: str, sizes: dict[str, int]) -> No
 @every(policy=["sharded", "replicated"], clips=[False, True], name=["AdamW", "SGD"])
 def test_update_in_backward(name: str, clips: bool, policy: str) -> None:
     """By a rate from inside of the simulated ranks, or from outside, where it is not batched; and along it and all shards."""
+
     clipping: Any = {"max_norm": 0.1, "clip": "previous", "norm": torch.tensor(0.5)} if clips else {}
 
     def rank(mesh: Any, x: Tensor, outer: Tensor | None = None) -> Any:

@@ -31,6 +31,7 @@ from funshard import P, _torch
 
 Tree = Mapping[str, Tensor]
 Loss = Callable[[Tree], Tensor]
+
 RANKS = 2
 IDENTITY = fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x))
 STRATEGIES = strategies("shard", "keep", "replicated", codec=P("shard", precision=IDENTITY))
@@ -231,6 +232,7 @@ def test_two_threads_in_one_model_are_refused(p: P) -> None:
     spec = fs.by_path({"*": p})(model)
     x = torch.randn(8, 16).double()
     given = [fs.shard({k: t.detach() * i for k, t in model.named_parameters()}, spec) for i in (1, 2)]
+
     loss = squared_loss(model, spec, x)
     expected = [fs.grad(loss)(params) for params in given]
     errors: list[str] = []
@@ -266,11 +268,13 @@ def test_two_threads_in_one_model_are_refused(p: P) -> None:
 
 def test_a_call_in_a_call() -> None:
     """The same thread may call one of the model's modules on other parameters while the model runs."""
+
     outer = module_class(
         "Outer",
         lambda: {"inner": PIECES["Detached"](), "last": nn.Linear(4, 4)},
         lambda self, x: self.last(self.inner(x) + fs.functional_call(self.inner, fs.shard(other, inside), (x,), spec=inside)),
     )
+
     torch.manual_seed(0)
     model, x = outer().double(), inputs()[0]
     other = {name: p.detach() * 3 for name, p in model.inner.named_parameters()}
@@ -325,6 +329,7 @@ def test_what_ended_transforms_have_left_in_the_model(p: P, left_by: str) -> Non
         grad(squares(loss))(params)
     seen = [_torch.unwrap(child.seen).clone() for child in model]  # pyright: ignore[reportAttributeAccessIssue]
     found = [f(params) for f in (fs.grad(loss), grad(loss), grad(squares(loss)))]
+
     model = nn.Sequential(Remembers(), Remembers())
     for child, buffer in zip(model, seen, strict=True):
         child.seen = buffer

@@ -23,6 +23,7 @@ import funshard as fs
 from funshard import P
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of in-place kernels under vmap
+
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 STEPS = 5
 torch.manual_seed(0)
@@ -180,6 +181,7 @@ def by_accumulate(spec: fs.PartitionSpec, parts: int = 2, keep: Any = "shards") 
 
 def in_backward(spec: fs.PartitionSpec) -> Any:
     init, update = fs.optim.adamw(1e-3, eps_root=1e-8, weight_decay=1e-2, spec=spec)
+
     clipping: Any = {"max_norm": 0.2, "clip": "previous", "norm": torch.tensor(0.5)}
 
     def step(state: Any, given: tuple[Tensor, Tensor], lr: Tensor) -> Any:
@@ -542,6 +544,7 @@ def test_inside_of_functional_call(way: Any) -> None:
 
 def test_noise_is_that_of_the_loop() -> None:
     """From torch's generator and from one in the state of a module, also where the run is repeated."""
+
     Noisy = module_class(
         "Noisy",
         lambda: {"counter": itertools.count()},

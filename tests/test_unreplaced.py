@@ -208,6 +208,7 @@ def again(module: nn.Module, new: nn.Parameter) -> None:
 
 MADE_ANEW = "module Linear, which has parameters to train, is made in forward"
 REPLACED = "parameter 'linear.bias' is replaced in forward by a new nn.Parameter"
+
 MADE: Mapping[str, tuple[Callable[[Makes], Any], str]] = {
     "parameter": (new("late", parameter), "parameter 'late' is made in forward"),
     "none before": (new("none", parameter), "parameter 'none' is made in forward"),

@@ -92,6 +92,7 @@ COLLECTIVES = {
     ),
     "scatter": Collective(c.scatter, slices, joined, lambda xs: mean(slices(total(xs)))),
 }
+
 WAYS: dict[str, Callable[[Collective], tuple[Callable[[Tensor, Axis], Tensor], Callable[[Item], Item]]]] = {
     "value": lambda op: (op.run, op.picture),
     "transpose": lambda op: (
