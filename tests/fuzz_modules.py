@@ -200,12 +200,6 @@ PIECES |= {
     "dropped": lambda: normed(nn.Dropout(0.3)),
     "silu": lambda: nn.Sequential(linear_(), nn.SiLU(), linear_()),
 }
-Lora = module_class(
-    "Lora",
-    lambda: {name: nn.Parameter(torch.randn(*shape) / 3) for name, shape in {"a": (2, WIDTH), "b": (WIDTH, 2)}.items()},
-    lambda m, w: w + m.b @ m.a,
-)
-Prompt = module_class("Prompt", lambda: {"w": nn.Parameter(torch.randn(WIDTH))}, lambda m: m.w)
 
 
 # ---- weights read without a graph
@@ -236,6 +230,13 @@ def Cached(m: Any, x: Tensor) -> Tensor:
     """A parametrization that is computed once for two uses."""
     with parametrize.cached():
         return m.l(m.l(x))
+
+
+Lora = module_class(
+    "Lora",
+    lambda: {name: nn.Parameter(torch.randn(*shape) / 3) for name, shape in {"a": (2, WIDTH), "b": (WIDTH, 2)}.items()},
+    lambda m, w: w + m.b @ m.a,
+)
 
 
 @changing(One)
@@ -512,6 +513,9 @@ def Borrows(m: Any, x: Tensor) -> Tensor:
     """A weight of a piece that ran before, or of its own layer in the first; Net sets ``lender``."""
     lender = (m.lender or [m])[0]
     return m.l(x) + sum(p.mean() for p in lender.parameters() if p.is_floating_point() and p.numel())
+
+
+Prompt = module_class("Prompt", lambda: {"w": nn.Parameter(torch.randn(WIDTH))}, lambda m: m.w)
 
 
 @forward_of(nn.Module, lambda: {"prompt": Prompt(), "l": linear_()})

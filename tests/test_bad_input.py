@@ -56,24 +56,6 @@ BAD_PARAMS: dict[str, tuple[Params, type[Exception], str]] = {
         r"unit '0': expected a 1-D buffer of 8 elements, got shape \[4\].*another mesh",
     ),
 }
-TIED = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-TIED[1].weight = TIED[0].weight
-ON_TIED = fs.policies.whole()(TIED)
-TAKE_FULL: dict[str, Callable[[Params], object]] = {
-    "shard": lambda params: fs.shard(params, ON_TIED),
-    "scatter_full": lambda params: fs.shard(params, ON_TIED, src=0),
-    "functional_call": lambda params: fs.functional_call(TIED, params, (X,), spec=ON_TIED),
-    "differentiated": lambda params: torch.func.vjp(lambda p: fs.shard(p, ON_TIED), params),
-}
-Scaled = type("Scaled", (nn.Parameter,), {"scale": 3.0})
-"""A parameter that forward multiplies by what its class keeps."""
-ReadsClass = module_class(
-    "ReadsClass",
-    lambda: {"weight": Scaled(torch.ones(2))},
-    lambda self, x: x * self.weight * (self.weight.scale if isinstance(self.weight, Scaled) else 1),
-)
-STAND_INS = {"model": MODEL, "batch": X, "order": 1, "optimizer_class": torch.optim.AdamW}
-STAND_INS |= dict.fromkeys(("params", "grads", "shards"), PARAMS)
 
 
 @every(bad=sorted(BAD_PARAMS), reader=sorted(READERS))
@@ -102,6 +84,17 @@ def test_full_parameters_that_do_not_fit_the_spec(params: Params, message: str) 
     refused(ValueError, message, lambda: READERS["functional_call"](params))
 
 
+TIED = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+TIED[1].weight = TIED[0].weight
+ON_TIED = fs.policies.whole()(TIED)
+TAKE_FULL: dict[str, Callable[[Params], object]] = {
+    "shard": lambda params: fs.shard(params, ON_TIED),
+    "scatter_full": lambda params: fs.shard(params, ON_TIED, src=0),
+    "functional_call": lambda params: fs.functional_call(TIED, params, (X,), spec=ON_TIED),
+    "differentiated": lambda params: torch.func.vjp(lambda p: fs.shard(p, ON_TIED), params),
+}
+
+
 @pytest.mark.parametrize("taker", sorted(TAKE_FULL))
 def test_two_tensors_for_a_tied_parameter(taker: str) -> None:
     """The second was dropped, torch.func raises; one value under all names, as in a state_dict or a file, is right."""
@@ -114,6 +107,15 @@ def test_two_tensors_for_a_tied_parameter(taker: str) -> None:
         torch.testing.assert_close(TAKE_FULL[taker](TIED.state_dict()), right, rtol=0, atol=0)
     words = r"parameter '1\.weight' of unit '' is tied, .*'0\.weight', '1\.weight'\]: expected one tensor, got"
     refused(ValueError, words, lambda: TAKE_FULL[taker]({"0.weight": weight, "1.weight": weight + 1}))
+
+
+Scaled = type("Scaled", (nn.Parameter,), {"scale": 3.0})
+"""A parameter that forward multiplies by what its class keeps."""
+ReadsClass = module_class(
+    "ReadsClass",
+    lambda: {"weight": Scaled(torch.ones(2))},
+    lambda self, x: x * self.weight * (self.weight.scale if isinstance(self.weight, Scaled) else 1),
+)
 
 
 def test_a_parameter_of_a_class_of_its_own() -> None:
@@ -152,6 +154,10 @@ def functions_of_specs() -> Iterator[tuple[str, Any]]:
         for name in module.__all__:
             if inspect.isfunction(function := getattr(module, name)) and "spec" in inspect.signature(function).parameters:
                 yield f"{module.__name__}.{name}", function
+
+
+STAND_INS = {"model": MODEL, "batch": X, "order": 1, "optimizer_class": torch.optim.AdamW}
+STAND_INS |= dict.fromkeys(("params", "grads", "shards"), PARAMS)
 
 
 @pytest.mark.parametrize("name", dict(functions_of_specs()))
@@ -283,12 +289,6 @@ BY_AUTOGRAD: dict[str, Callable[[Params], object]] = {
     ),
 }
 IDS = torch.tensor([1, 2])
-NO_RATES = {
-    "a list": [0.1],
-    "a function": lambda step: 0.1,
-    "a scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(MODEL.parameters()), 1),
-}
-MATRIX: dict[str, Any] = {"muon": fs.optim.muon, "shampoo": fs.optim.shampoo, "soap": fs.optim.soap}
 
 
 @pytest.mark.parametrize("name", sorted(BY_AUTOGRAD))
@@ -333,6 +333,14 @@ def test_a_skeleton_that_is_called() -> None:
     assert torch.equal(fs.functional_call(bare, on_one(), (X,), spec=ONE), MODEL(X))
     assert torch.equal(torch.func.functional_call(bare, FULL, (X,)), MODEL(X))
     assert bare(X.to("meta")).shape == (1, 2)
+
+
+NO_RATES = {
+    "a list": [0.1],
+    "a function": lambda step: 0.1,
+    "a scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(MODEL.parameters()), 1),
+}
+MATRIX: dict[str, Any] = {"muon": fs.optim.muon, "shampoo": fs.optim.shampoo, "soap": fs.optim.soap}
 
 
 @every(rate=NO_RATES, make=[*MATRIX, "AdamW"])

@@ -90,15 +90,6 @@ def spec_on(mesh: Any, axis: Any) -> fs.PartitionSpec:
 
 
 ALONE = spec_on({"shard": 1}, "shard")
-WRONG: dict[str, tuple[Any, Any, str]] = {
-    "shape": (lambda p: {}, lambda g, s, p: (p.mT, {}), r"the update of a matrix \[8, 6\]: expected \[8, 6\] .*, got \[6, 8\]"),
-    "dtype": (lambda p: {}, lambda g, s, p: (p.float(), {}), "expected .* torch.float64, got .* torch.float32"),
-    "state": (lambda p: {"m": p}, lambda g, s, p: (p, {}), "the new state of .*: expected {'m': .*}, as before, got {}"),
-    "its shape": (lambda p: {"m": p}, lambda g, s, p: (p, {"m": p[0]}), "the new state of .*: expected"),
-    "no pair": (lambda p: {}, lambda g, s, p: p, r"expected \(new param, new state\), got Tensor"),
-    "no dict": (lambda p: p, lambda g, s, p: (p, {}), "init: expected a dict of tensors"),
-    "values": (lambda p: {"m": torch.tensor(p.sum().item())}, lambda g, s, p: (p, s), "init runs on a meta tensor first"),
-}
 
 
 def matrices_on(spec: fs.PartitionSpec, optimizer: str) -> fs.optim._matrices.Matrices:
@@ -268,6 +259,17 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a MatrixState, got UnitState; make it by init"):
         every["muon"][1](grads, REST[0](params), params)
     assert_close(params, before, rtol=0, atol=0)
+
+
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "shape": (lambda p: {}, lambda g, s, p: (p.mT, {}), r"the update of a matrix \[8, 6\]: expected \[8, 6\] .*, got \[6, 8\]"),
+    "dtype": (lambda p: {}, lambda g, s, p: (p.float(), {}), "expected .* torch.float64, got .* torch.float32"),
+    "state": (lambda p: {"m": p}, lambda g, s, p: (p, {}), "the new state of .*: expected {'m': .*}, as before, got {}"),
+    "its shape": (lambda p: {"m": p}, lambda g, s, p: (p, {"m": p[0]}), "the new state of .*: expected"),
+    "no pair": (lambda p: {}, lambda g, s, p: p, r"expected \(new param, new state\), got Tensor"),
+    "no dict": (lambda p: p, lambda g, s, p: (p, {}), "init: expected a dict of tensors"),
+    "values": (lambda p: {"m": torch.tensor(p.sum().item())}, lambda g, s, p: (p, s), "init runs on a meta tensor first"),
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -53,13 +53,6 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
 ]
 NAMES = [f"{cls.__name__}-{'-'.join(options)}" for cls, options in CASES]
 every_case = pytest.mark.parametrize(("cls", "options"), CASES, ids=NAMES)
-OWN: list[tuple[Any, dict[str, Any], list[dict[str, Any]]]] = [
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}, [{}, {"weight_decay": 0.9}, {"lr": 0.5, "nesterov": True}]),
-    (torch.optim.AdamW, {"fused": True}, [{}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9), "lr": 0.5}]),
-    (torch.optim.NAdam, {}, [{}, {"lr": 0.5}, {"weight_decay": 0.1}]),
-    (torch.optim.ASGD, {"t0": 1.0}, [{}, {"weight_decay": 0.1}, {"maximize": True}]),
-    (torch.optim.Rprop, {}, [{}, {"lr": 0.5}, {"etas": (0.1, 1.1)}]),
-]
 
 
 def model() -> nn.Module:
@@ -137,6 +130,15 @@ def test_shards(cls: Any, options: dict[str, Any], policy: fs.Policy) -> None:
     start = numbers(module, 1)
     got = on_ranks(cls, policy(module).on(SIZES), start, 4, **options)
     assert_close(got, by_torch(cls, options, start, 4), rtol=1e-14, atol=1e-15)
+
+
+OWN: list[tuple[Any, dict[str, Any], list[dict[str, Any]]]] = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}, [{}, {"weight_decay": 0.9}, {"lr": 0.5, "nesterov": True}]),
+    (torch.optim.AdamW, {"fused": True}, [{}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9), "lr": 0.5}]),
+    (torch.optim.NAdam, {}, [{}, {"lr": 0.5}, {"weight_decay": 0.1}]),
+    (torch.optim.ASGD, {"t0": 1.0}, [{}, {"weight_decay": 0.1}, {"maximize": True}]),
+    (torch.optim.Rprop, {}, [{}, {"lr": 0.5}, {"etas": (0.1, 1.1)}]),
+]
 
 
 @hypothesis.given(st.data(), st.sampled_from(OWN), st.integers(0, 9))
@@ -293,12 +295,6 @@ def test_shared_memory_is_not_donated() -> None:
 NOT_KNOWN = "is not known to work element by element"
 WHOLE: dict[Any, str] = {torch.optim.Muon: r"muon\(spec\)", torch.optim.Adafactor: r"adafactor\(learning_rate, spec\)"}
 """What runs on whole matrices, on their owners, by functions of its own (test_by_matrix.py)."""
-RATES = {
-    "reverse mode": torch.func.grad,
-    "autograd": lambda fn: lambda lr: torch.autograd.grad(fn(lr := lr.requires_grad_()), lr)[0],
-    "forward mode": lambda fn: lambda lr: torch.func.jvp(fn, (lr,), (torch.ones_like(lr),))[1],
-    "vmap of reverse mode": lambda fn: lambda lr: torch.func.vmap(torch.func.grad(fn))(lr[None])[0],
-}
 
 
 def test_every_optimizer_is_right_or_refused() -> None:
@@ -389,6 +385,14 @@ def test_derivatives_are_refused() -> None:
     for given in ({"differentiable": True}, {"eps_root": 1e-8}):
         with pytest.raises(ValueError, match=r"from_torch: .*: for derivatives use optim\.sgd, adam.* and take eps_root"):
             from_torch(torch.optim.AdamW, **given)
+
+
+RATES = {
+    "reverse mode": torch.func.grad,
+    "autograd": lambda fn: lambda lr: torch.autograd.grad(fn(lr := lr.requires_grad_()), lr)[0],
+    "forward mode": lambda fn: lambda lr: torch.func.jvp(fn, (lr,), (torch.ones_like(lr),))[1],
+    "vmap of reverse mode": lambda fn: lambda lr: torch.func.vmap(torch.func.grad(fn))(lr[None])[0],
+}
 
 
 @pytest.mark.parametrize("cls", ELEMENTWISE_CLASSES)

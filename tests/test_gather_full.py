@@ -213,8 +213,10 @@ def parts(mesh: str, unit: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("mesh", ["fsdp", "fsdp of 4", "hsdp", "both axes"])
 def test_the_peak_is_one_unit(mesh: str) -> None:
-    """C4, C5: with rank0_only nothing larger than a slice exists off the first rank; nowhere are two units gathered. On
-    torch's fake process group, a rank after the other: gloo's threads let go of tensors when they please."""
+    """C4, C5: with rank0_only nothing larger than a slice exists off the first rank; nowhere are two units gathered.
+
+    On torch's fake process group, a rank after the other: gloo's threads let go of tensors when they please.
+    """
     size, piece, inner = parts(mesh, UNIT)
     for rank in range(size):
         with world(size, rank):
@@ -361,9 +363,11 @@ def chained(units: int = 8) -> nn.Module:
 @every(mesh=["fsdp", "fsdp of 4", "hsdp", "both axes"], dtype=[None, torch.bfloat16])
 def test_the_peak_is_two_buckets(mesh: str, dtype: torch.dtype | None) -> None:
     """Or two units, where they are larger, and what an inner axis has gathered of the one that arrives; to the first rank as
-    well, while others hold no more than slices that are cast, and what an inner axis gathers. The loop holds its last
-    parameter while it asks for the next one, as loops do. On the fake process group: gloo's threads let go of tensors when
-    they please."""
+    well, while others hold no more than slices that are cast, and what an inner axis gathers.
+
+    The loop holds its last parameter while it asks for the next one, as loops do. On the fake process group: gloo's threads let
+    go of tensors when they please.
+    """
     unit = UNIT // (1 if dtype is None else 2)
     size, part, inner = parts(mesh, unit)
     own = unit + (inner if mesh == "both axes" else 0)

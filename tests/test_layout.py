@@ -109,8 +109,10 @@ def test_float4_with_padding_and_without(numel: int) -> None:
 def test_l9_parameters_and_slices_start_on_16_bytes(
     case: Case, dtype: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None
 ) -> None:
-    """By default, in their own dtype, and float32 in those of 16 bits, at the least padding that does it. Whatever the
-    precision, so that shards may be used with another one."""
+    """By default, in their own dtype, and float32 in those of 16 bits, at the least padding that does it.
+
+    Whatever the precision, so that shards may be used with another one.
+    """
     model = copy.deepcopy(case.model)
     for x in model.parameters():
         x.data = x.to(dtype)

@@ -119,11 +119,6 @@ ODD: dict[str, dict[str, Tensor]] = {
     "a scalar": {"scalar": torch.tensor(2.0), "other": torch.ones(3, 2, 2)},
     "a column": {"weight": torch.linspace(-1, 1, 5)[:, None], "bias": torch.linspace(1, 2, 5)},
 }
-STRATEGIES = strategies(
-    *("shard", "keep", "remat", "replicated"),
-    bfloat16=P("shard", precision=fs.Precision(param=torch.bfloat16)),
-    offload=P("shard", offload="params"),
-)
 
 
 @at_most(1)
@@ -423,6 +418,13 @@ def test_in_backward(rank: int, donate: bool) -> None:
         got = fs.update_in_backward(inside, lambda p, _: loss(p), params, state, [x], spec=spec)
         assert_close((got.params, got.state), want, rtol=1e-9, atol=1e-9)
         params, state = got.params, got.state
+
+
+STRATEGIES = strategies(
+    *("shard", "keep", "remat", "replicated"),
+    bfloat16=P("shard", precision=fs.Precision(param=torch.bfloat16)),
+    offload=P("shard", offload="params"),
+)
 
 
 def small() -> nn.Module:

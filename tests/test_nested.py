@@ -91,12 +91,6 @@ USUAL += ["grad of a pullback", "two calls in one"]
 TWICE = ["grad of grad", "fs.grad of grad", "autograd of grad", "grad of a pullback", "pulled back after all"]
 STAYS = {**dict.fromkeys(TWICE, 3), "jvp of grad": 6, "jvp of jvp of grad": 9}
 """Units that are alive at most."""
-Rotation = module_class(
-    "Rotation",
-    lambda: {name: nn.Parameter(torch.randn(3, dtype=torch.complex128)) for name in ("turn", "shift")},
-    lambda m, x: torch.view_as_real(m.turn) * torch.view_as_real(m.shift) * x + (m.turn.conj() * m.shift).abs().sum(),
-)
-"""Complex numbers, which are saved as pairs of real ones and conjugated."""
 
 
 @at_most(3)
@@ -123,6 +117,14 @@ def test_every_stack_is_exact(rank: int, name: str, p: P) -> None:
     for key, t in fs.shard(STACKS[name](mean, full, direction), spec).items():
         assert t.abs().sum() > 0
         assert_close(got[key], t, rtol=1e-9, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+
+
+Rotation = module_class(
+    "Rotation",
+    lambda: {name: nn.Parameter(torch.randn(3, dtype=torch.complex128)) for name in ("turn", "shift")},
+    lambda m, x: torch.view_as_real(m.turn) * torch.view_as_real(m.shift) * x + (m.turn.conj() * m.shift).abs().sum(),
+)
+"""Complex numbers, which are saved as pairs of real ones and conjugated."""
 
 
 @pytest.mark.parametrize("name", ["fs.grad of grad", "jvp of grad"])

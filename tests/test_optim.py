@@ -117,12 +117,6 @@ def test_full_tensors_and_some_units() -> None:
 # --- torch's own claims for clipping ---
 PARITY = {name: fs.by_type(MLP, p=p) for name, p in STRATEGIES.items()}
 PARITY["mixed"] = fs.policies.override(fs.by_type(MLP), fs.by_path({"blocks.1": fs.P()}))
-COUNTS: dict[str, tuple[fs.Policy, list[int]]] = {
-    "HSDP": (fs.policies.always(), [4]),
-    "FSDP over both": (fs.policies.always(fs.P(("replicate", "shard"))), [4, 2]),
-    "DDP": (fs.policies.always(fs.P()), []),
-    "each its own": (fs.by_path({"0": fs.P("shard"), "1": fs.P(), "2": fs.P("shard")}), [4]),
-}
 
 
 @each(p=[1.0, 2.0, math.inf], strategy=PARITY)
@@ -177,6 +171,14 @@ def test_clip_grad_norm_beside_fully_shard(rank: int, p: float) -> None:
     assert any(size(g) > max_norm for g in before.values())
     assert all(size(g) <= max_norm for g in [*after.values(), *fs.param_views(clipped, spec).values()] if g.numel())
     assert all((g[before[name] != 0] != before[name][before[name] != 0]).all() for name, g in after.items())
+
+
+COUNTS: dict[str, tuple[fs.Policy, list[int]]] = {
+    "HSDP": (fs.policies.always(), [4]),
+    "FSDP over both": (fs.policies.always(fs.P(("replicate", "shard"))), [4, 2]),
+    "DDP": (fs.policies.always(fs.P()), []),
+    "each its own": (fs.by_path({"0": fs.P("shard"), "1": fs.P(), "2": fs.P("shard")}), [4]),
+}
 
 
 @every(p=[1.0, 2.0, math.inf], name=COUNTS)

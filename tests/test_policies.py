@@ -306,10 +306,6 @@ def test_two_units_with_one_key() -> None:
 # --- torch's own claims (test_wrap.py), and where torch is wrong ---
 BF16 = fs.Precision(param=torch.bfloat16)
 FULL = fs.Precision(param=torch.float32, restore_outputs=True)
-NORMS = {f"bn{i}": cls for i, cls in enumerate((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 1)} | {
-    "sync": nn.SyncBatchNorm
-}
-Norms = module_class("Norms", lambda: {"lin": nn.Linear(5, 5)} | {name: cls(5) for name, cls in NORMS.items()}, None)
 
 
 # --- Where torch is wrong. ---
@@ -343,6 +339,12 @@ def test_a12_shared_modules_and_tied_parameters_count_once() -> None:
     assert torch_units(tied, size(30)).keys() == {"", "0.0", "1.0"}
     assert fs.by_size(30)(tied).selected == ()
     assert units_of(fs.by_size(5)(tied))[""] == {"0.0.weight"}
+
+
+NORMS = {f"bn{i}": cls for i, cls in enumerate((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 1)} | {
+    "sync": nn.SyncBatchNorm
+}
+Norms = module_class("Norms", lambda: {"lin": nn.Linear(5, 5)} | {name: cls(5) for name, cls in NORMS.items()}, None)
 
 
 @given(modules())

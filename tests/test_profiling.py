@@ -26,13 +26,6 @@ from funshard._torch.tracing import phase
 Block = module_class(
     "Block", lambda: {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}, lambda self, x: x + self.down(self.up(x).relu())
 )
-RANGES: dict[str, tuple[P, fs.Policy | None, dict[str, int]]] = {
-    "units": (P("shard"), None, {"update AdamW": 1, "gather 0": 2, "wait for 0": 2, "reduce 0": 1, "gather 2": 1}),
-    "the root": (P("shard"), fs.policies.whole(), {"gather ''": 1, "wait for ''": 1, "reduce ''": 1}),
-    "replicas": (P(), None, {"reduce bucket 2 1 0": 1, "wait for reductions": 1}),
-    "recomputed": (P("shard", remat=True), None, {"recompute 1": 1}),
-    "not recomputed": (P("shard"), None, {"recompute 1": 0}),
-}
 
 
 def make(p: P, policy: fs.Policy | None = None, **mesh: int) -> tuple[fs.PartitionSpec, dict[str, Tensor], Any]:
@@ -60,6 +53,15 @@ def step(p: P, policy: fs.Policy | None = None) -> Counter[str]:
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-3)
     state = init(params)
     return ranges(lambda: update(fs.grad(loss)(params, torch.randn(2, 4)), state, params))
+
+
+RANGES: dict[str, tuple[P, fs.Policy | None, dict[str, int]]] = {
+    "units": (P("shard"), None, {"update AdamW": 1, "gather 0": 2, "wait for 0": 2, "reduce 0": 1, "gather 2": 1}),
+    "the root": (P("shard"), fs.policies.whole(), {"gather ''": 1, "wait for ''": 1, "reduce ''": 1}),
+    "replicas": (P(), None, {"reduce bucket 2 1 0": 1, "wait for reductions": 1}),
+    "recomputed": (P("shard", remat=True), None, {"recompute 1": 1}),
+    "not recomputed": (P("shard"), None, {"recompute 1": 0}),
+}
 
 
 @pytest.mark.parametrize("case", RANGES)

@@ -34,14 +34,6 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "cast": lambda p, g: p.bfloat16(),
     "sign": lambda p, g: torch.where(g > p, g.sign(), p),
 }
-DIFFERENCES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
-    "shape": (lambda m: m.__setitem__(1, nn.Linear(5, 7, bias=False)), r"'1\.bias' \[7\].*'1\.weight' \[7, 5\]"),
-    "dtype": (lambda m: m.bfloat16(), r"'0\.bias' \[5\] torch\.float32.*'0\.bias' \[5\] torch\.bfloat16"),
-    "frozen": (lambda m: m[2].requires_grad_(False), r"'2\.bias' \[1\].*requires_grad=True.*requires_grad=False"),
-    "policy": (lambda m: fs.policies.whole(), r"unit '0' P\('shard'\).*unit '' P\('shard'\)"),
-    "ignored": (lambda m: fs.policies.ignoring(fs.by_type(nn.Linear), params=["1.bias"]), r"'1\.bias' \[7\].*'1\.weight'"),
-}
-"""What is done to the model of one rank, or its policy, and what the error says."""
 
 
 @given(cases())
@@ -299,6 +291,16 @@ def message(fn: object, *args: object, **kwargs: object) -> str:
     return ""
 
 
+DIFFERENCES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
+    "shape": (lambda m: m.__setitem__(1, nn.Linear(5, 7, bias=False)), r"'1\.bias' \[7\].*'1\.weight' \[7, 5\]"),
+    "dtype": (lambda m: m.bfloat16(), r"'0\.bias' \[5\] torch\.float32.*'0\.bias' \[5\] torch\.bfloat16"),
+    "frozen": (lambda m: m[2].requires_grad_(False), r"'2\.bias' \[1\].*requires_grad=True.*requires_grad=False"),
+    "policy": (lambda m: fs.policies.whole(), r"unit '0' P\('shard'\).*unit '' P\('shard'\)"),
+    "ignored": (lambda m: fs.policies.ignoring(fs.by_type(nn.Linear), params=["1.bias"]), r"'1\.bias' \[7\].*'1\.weight'"),
+}
+"""What is done to the model of one rank, or its policy, and what the error says."""
+
+
 def different(rank: int, odd: int, what: str, flat: bool) -> str:
     model = layers()
     made = DIFFERENCES[what][0](model) if rank == odd else None
@@ -309,7 +311,9 @@ def different(rank: int, odd: int, what: str, flat: bool) -> str:
 @pytest.mark.parametrize("what", sorted(DIFFERENCES))
 def test_ranks_with_different_models(what: str, gloo2: Pool, gloo4: Pool) -> None:
     """shard raises on *every* rank, with what rank 0 has and what the other has; on two axes nobody waits for the odd one.
-    (torch trains with different ignored modules on different ranks; here that is an error as well.)"""
+
+    (torch trains with different ignored modules on different ranks; here that is an error as well.)
+    """
     runs = [gloo2.run(different, 1, what, True), gloo4.run(different, 3, what, False), gloo4.run(different, 1, what, False)]
     for messages, odd in zip(runs, (1, 3, 1), strict=True):
         assert len(set(messages)) == 1

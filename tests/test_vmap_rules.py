@@ -113,8 +113,10 @@ Index = tuple[int, ...]
 
 
 class Level(NamedTuple):
-    """One vmap, outermost first: ``axis`` names the mesh axis that it simulates, "" for an ordinary one. ``in_dim`` None: the
-    same for all entries. What is not batched leaves vmap by dimension 0 (torch 2.13: no other works)."""
+    """One vmap, outermost first: ``axis`` names the mesh axis that it simulates, "" for an ordinary one.
+
+    ``in_dim`` None: the same for all entries. What is not batched leaves vmap by dimension 0 (torch 2.13: no other works).
+    """
 
     size: int
     in_dim: int | None
@@ -204,8 +206,10 @@ def dims(count: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def cases(draw: st.DrawFn, real: dict[str, int] | None = None, op: str = "", way: str = "") -> Case:
-    """Up to three ordinary vmaps around, inside and between the axes, in and out of any dimension, negative ones too. ``real``
-    axes are process groups: the first levels, outside of every vmap."""
+    """Up to three ordinary vmaps around, inside and between the axes, in and out of any dimension, negative ones too.
+
+    ``real`` axes are process groups: the first levels, outside of every vmap.
+    """
     sizes = real or draw(st.sampled_from([{"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 3}, {"a": 2, "b": 2}]))
     op, way = op or draw(st.sampled_from(sorted(COLLECTIVES))), way or draw(st.sampled_from(sorted(WAYS)))
     over = draw(st.sampled_from(sorted(sizes)))
@@ -302,14 +306,6 @@ def test_one_collective_for_each_chunk(chunk_size: int | None, sends: int) -> No
 DTYPES = [torch.float32, torch.bfloat16, torch.complex128, torch.int64]
 LEVELS = (Level(2, 0, 0, "a"), Level(3, -1, 1), Level(2, 0, -1))
 WIDE = 64  # two masks of so many entries are never alike by chance
-Dropping = module_class(
-    "Dropping",
-    lambda: {"first": nn.Linear(2, 3, bias=False), "second": nn.Linear(3, WIDE, bias=False)},
-    lambda self, x: F.dropout(self.second(self.first(x)), 0.5),
-)
-"""Two units, the second one's outputs dropped."""
-DROPPING = Dropping()
-BATCHES = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
 
 
 def of_dtypes(rank: int, case: Case) -> list[Tensor]:
@@ -391,6 +387,16 @@ def test_randomness_of_a_vmap_beside_the_ranks(outside: bool) -> None:
     assert all(same_everywhere(entries) for entries in same)
     assert all_different(same[:, 0])
     assert all_different(masks("different").flatten(0, 1))
+
+
+Dropping = module_class(
+    "Dropping",
+    lambda: {"first": nn.Linear(2, 3, bias=False), "second": nn.Linear(3, WIDE, bias=False)},
+    lambda self, x: F.dropout(self.second(self.first(x)), 0.5),
+)
+"""Two units, the second one's outputs dropped."""
+DROPPING = Dropping()
+BATCHES = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
 
 
 def test_dropout_in_a_sharded_model() -> None:

@@ -198,14 +198,6 @@ MUTANTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]], s
     "gathered buffers": (gathered_buffers_are_used_again_too_early, "unit '.': all_gather .*an output was written"),
     "shards": (shards_change_under_way, "unit '.?': all_gather .*an input was written"),
 }
-LAYOUTS: dict[str, tuple[tuple[int, ...], P]] = {
-    "shard": ((2,), P("shard")),
-    "remat": ((2,), P("shard", remat=True)),
-    "replicated": ((2,), P()),
-    "low": ((2,), P("shard", precision=fs.Precision(reduce=torch.float64))),
-    "hsdp": ((2, 2), P("shard")),
-    "two axes": ((2, 2), P(("replicate", "shard"))),
-}
 
 
 @at_most(2)
@@ -243,6 +235,16 @@ def test_the_matrix(worst2: Pool, worst4: Pool, transform: str, strategy: str) -
     pool = {2: worst2, 4: worst4}[STRATEGIES[strategy].real]
     results = pool.run(test_matrix.on_real_ranks, strategy, (transform,))
     test_matrix.check_real(strategy, results, transform)
+
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], P]] = {
+    "shard": ((2,), P("shard")),
+    "remat": ((2,), P("shard", remat=True)),
+    "replicated": ((2,), P()),
+    "low": ((2,), P("shard", precision=fs.Precision(reduce=torch.float64))),
+    "hsdp": ((2, 2), P("shard")),
+    "two axes": ((2, 2), P(("replicate", "shard"))),
+}
 
 
 def mesh_of(shape: tuple[int, ...], *, own: bool = False) -> DeviceMesh:
