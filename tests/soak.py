@@ -105,6 +105,7 @@ def rank_main(seconds: float, seed: int, least: int) -> None:
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import _get_work_registry_size
+
     from funshard._wire.chain import wait_unclaimed
 
     torch.set_num_threads(1)
@@ -133,6 +134,7 @@ def _steps(seed: int, rank: int, size: int) -> Iterator[Callable[[], None]]:
     from parity import strategies
     from torch import Tensor, nn
     from torch.distributed import init_device_mesh
+
     import funshard as fs
     from funshard import P
 
