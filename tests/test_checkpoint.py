@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import funshard as fs
 from funshard import P, checkpoint
-from funshard.checkpoint._directory import parse_tensors, read_manifest
+from funshard.checkpoint._directory import read_manifest
+from funshard.checkpoint._load import parse_tensors
 
 State = dict[str, Any]
 

@@ -21,7 +21,7 @@ import funshard as fs
 from funshard import P, _torch
 from funshard.checkpoint import _leaves as box_file
 from funshard.checkpoint._dcp import WrittenBox, pack_index, write_record
-from funshard.checkpoint._files import PIECE_BYTES, checksum
+from funshard.checkpoint._directory import PIECE_BYTES, checksum
 from funshard.checkpoint._leaves import (
     Box,
     TensorLeaf,

@@ -26,9 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import funshard as fs
 from funshard import checkpoint
 from funshard.checkpoint import CheckpointError, _dcp, _save
-from funshard.checkpoint import _directory as metadata
 from funshard.checkpoint import _directory as staging
-from funshard.checkpoint import _files as regular
+from funshard.checkpoint import _load as reader
 from funshard.checkpoint import _save as writer
 
 
@@ -83,9 +82,9 @@ def flipped(path: Path) -> None:
     """A byte of the elements of a tensor."""
     (file,) = path.glob("__0_0_*")
     raw = bytearray(file.read_bytes())
-    manifest = metadata.read_manifest(path)
+    manifest = staging.read_manifest(path)
     assert manifest is not None
-    places = (place for tensor in metadata.parse_tensors(path, manifest).values() for place in tensor.boxes.values())
+    places = (place for tensor in reader.parse_tensors(path, manifest).values() for place in tensor.boxes.values())
     raw[next(place.offset for place in places if place.file == file.name) + 2] ^= 64
     file.write_bytes(raw)
 
@@ -102,7 +101,7 @@ def other_state(path: Path) -> None:
 def newer(path: Path) -> None:
     file = path / "funshard.json"
     text = json.loads(json.loads(file.read_text())["content"]) | {"version": 99}
-    file.write_text(json.dumps({"content": json.dumps(text), "crc32": regular.checksum(json.dumps(text).encode())}))
+    file.write_text(json.dumps({"content": json.dumps(text), "crc32": staging.checksum(json.dumps(text).encode())}))
 
 
 @at_most(3)
@@ -217,7 +216,7 @@ def contents(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     content = json.loads(json.loads(file.read_text())["content"])
     change(content)
     text = json.dumps(content)
-    file.write_text(json.dumps({"content": text, "crc32": regular.checksum(text.encode())}))
+    file.write_text(json.dumps({"content": text, "crc32": staging.checksum(text.encode())}))
 
 
 def test_a_file_of_another_save_is_refused(tmp_path: Path) -> None:

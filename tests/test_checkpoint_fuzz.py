@@ -28,7 +28,7 @@ from torch import Tensor
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint._files import checksum
+from funshard.checkpoint._directory import checksum
 
 CASES = depth(60, 1000)
 SECONDS = 20

@@ -21,7 +21,7 @@ import funshard as fs
 from funshard import checkpoint
 from funshard.checkpoint import CheckpointError, _dcp, _leaves
 from funshard.checkpoint import _directory as staging
-from funshard.checkpoint._files import checksum
+from funshard.checkpoint._directory import checksum
 
 # --- A manifest with a good checksum that says what no manifest says. ---
 

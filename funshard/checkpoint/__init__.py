@@ -2,9 +2,8 @@
 
 from .._gone import raise_gone
 from ._dcp import from_dcp
-from ._directory import clean, latest
-from ._files import CheckpointError
-from ._load import load
+from ._directory import CheckpointError, clean
+from ._load import latest, load
 from ._optimizer_state_dict import from_optimizer_state_dict, optimizer_state_dict
 from ._safetensors import export, read_safetensors
 from ._save import save

@@ -9,33 +9,167 @@ import math
 import os
 import re
 import reprlib
+import shutil
+import types
 import uuid
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeAlias
 
-import torch
+try:
+    from isal.isal_zlib import crc32  # uses CRC instructions: six times as fast as zlib
+except ImportError:
+    from zlib import crc32
 
-from .._core.checks import bind_spec
-from .._core.spec import PartitionSpec
-from ._files import (
-    SIZE_LIMIT,
-    AnyPath,
-    CheckpointError,
-    DamagedError,
-    NewerError,
-    SavedError,
-    checksum,
-    flush,
-    open_path,
-    read_regular,
-    remove,
-    replace,
-)  # fmt: skip
-from ._leaves import MAX_DIMS, Box
-from ._ranks import TIMEOUT, connect_ranks
+checksum = crc32
+
+PIECE_BYTES = 1 << 19
+"""The bytes that are added to the checksum and then written: the second read finds them in the cache."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or cannot be read because it is damaged, cut short or of another format."""
+
+
+class SavedError(CheckpointError):
+    """An operation failed after the checkpoint was complete at its path."""
+
+
+class NewerError(CheckpointError):
+    """A checkpoint was written by a newer version of this library."""
+
+
+class DamagedError(ValueError):
+    """The error for bytes in a file that are not what was written. Callers raise a `CheckpointError` that names the file."""
+
+
+# --- Paths of files, local ones and those in object stores, by fsspec, which torch requires ---
+
+
+class _RemotePath(os.PathLike[str]):
+    """A path in a file system of fsspec, such as ``s3://bucket/run/step1``, with the methods of pathlib that are needed."""
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs  # which local paths do not need
+
+        self._url = url.rstrip("/")
+        found: tuple[Any, str] = url_to_fs(self._url, use_listings_cache=False)
+        self._fs, self._path = found
+
+    def __fspath__(self) -> str:
+        return self._url
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __truediv__(self, name: str) -> _RemotePath:
+        return _RemotePath(f"{self._url}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self._url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> _RemotePath:
+        return _RemotePath(self._url.rpartition("/")[0])
+
+    def open(self, mode: str, buffering: int = -1) -> Any:
+        return self._fs.open(self._path, mode)  # what is written is there when it is closed, as a whole
+
+    def is_file(self) -> bool:
+        return self._fs.isfile(self._path)
+
+    def is_dir(self) -> bool:
+        return self._fs.isdir(self._path)
+
+    def exists(self) -> bool:
+        return self._fs.exists(self._path)
+
+    def stat(self) -> Any:
+        # no time: checkpoints of one number are ordered by their names
+        return types.SimpleNamespace(st_size=self._fs.size(self._path), st_mtime_ns=0)
+
+    def iterdir(self) -> Iterator[_RemotePath]:
+        return (self / path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False))
+
+    def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:
+        self._fs.makedirs(self._path, exist_ok=exist_ok)
+
+    def remove(self) -> None:
+        self._fs.rm(self._path, recursive=True)
+
+
+AnyPath: TypeAlias = Path | _RemotePath
+
+
+def open_path(path: str) -> AnyPath:
+    """Return a path, which is in an object store if it has a scheme."""
+    return _RemotePath(path) if "://" in path else Path(path)
+
+
+def flush(path: AnyPath) -> None:
+    """Flush a file or a directory to the disk."""
+    if isinstance(path, Path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def remove(path: AnyPath) -> None:
+    """Remove a file, as much as possible of a directory and all in it, or nothing if nothing is there."""
+    with contextlib.suppress(FileNotFoundError):
+        if isinstance(path, _RemotePath):
+            path.remove()
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def replace(path: AnyPath, raw: bytes, suffix: str) -> None:
+    """Write a file that is there as a whole or not at all, also where another one is; flush it and its directory before."""
+    if isinstance(path, _RemotePath):
+        with path.open("wb") as file:
+            file.write(raw)
+        return
+    partial = path.with_name(f"{path.name}{suffix}.partial")
+    partial.write_bytes(raw)
+    flush(partial)
+    flush(path.parent)
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    os.replace(partial, path)
+
+
+# --- Read files that somebody else may have written: only regular files are opened ---
+
+SIZE_LIMIT = 1 << 63
+"""More bytes than any file has, and more elements than any tensor."""
+
+
+def open_regular(path: AnyPath) -> BinaryIO:
+    """Open a regular file without a buffer. Raises DamagedError for a FIFO or a device, whose reading may never end."""
+    if isinstance(path, Path) and os.path.lexists(path) and not path.is_file():
+        kind = (
+            "a link that leads to itself or nowhere"
+            if path.is_symlink() and not path.exists()
+            else "a directory, a device or a FIFO"
+        )
+        raise DamagedError(f"expected a regular file as '{path.name}', got {kind}")
+    return path.open("rb", buffering=0)
+
+
+def read_regular(path: AnyPath) -> bytes:
+    """Return the content of a regular file. Raises the errors of `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+# --- The manifest ---
 
 MANIFEST = "funshard.json"
 """The name of the manifest: it has the state's structure, its plain values, the checkpoint's sequence number and checksums."""
@@ -95,83 +229,30 @@ def _parse(raw: bytes) -> Manifest:
     content |= {"tensors": content.get("tensors")} if version == VERSION else {"tensors": None}
     _check_fields(content, {"sequence": int, "files": dict, "state": dict}, "the content")
     if not 0 < content["sequence"] <= MAX_SEQUENCE:
-        _raise_damaged("field 'sequence'", "a number from 1 on, of at most 63 bits", content["sequence"])
+        raise_damaged("field 'sequence'", "a number from 1 on, of at most 63 bits", content["sequence"])
     for name, size in content["files"].items():
         if not is_plain_name(name) or type(size) is not int or not 0 <= size < SIZE_LIMIT:
-            _raise_damaged("field 'files'", "files of the directory and their sizes", {name: size})
+            raise_damaged("field 'files'", "files of the directory and their sizes", {name: size})
     return Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__})
 
 
 def _check_fields(data: Any, fields: dict[str, type], where: str) -> None:
     """Check that data is a dict with these fields, of exactly these types. Raises DamagedError otherwise."""
     if type(data) is not dict:
-        _raise_damaged(where, "an object", data)
+        raise_damaged(where, "an object", data)
     for name, cls in fields.items():
         if type(data.get(name)) is not cls:
-            _raise_damaged(where, f"a {cls.__name__} as field '{name}'", data.get(name))
+            raise_damaged(where, f"a {cls.__name__} as field '{name}'", data.get(name))
 
 
-def _raise_damaged(where: str, expected: str, found: object) -> NoReturn:
+def raise_damaged(where: str, expected: str, found: object) -> NoReturn:
+    """Raise DamagedError that says what was expected where."""
     raise DamagedError(f"{where}: expected {expected}, got {reprlib.repr(found)}")
 
 
 def is_plain_name(name: object) -> bool:
     """Return whether a name is that of a file in the same directory, and not a path to another."""
     return type(name) is str and name.isprintable() and name not in ("", "..") and PurePath(name).name == name
-
-
-# --- The index of the tensors in the files ---
-
-
-class RecordPlace(NamedTuple):
-    """The place of a box: a file of the directory, the offset of its elements there, and their checksum."""
-
-    file: str
-    offset: int
-    checksum: int
-
-
-class StoredTensor(NamedTuple):
-    """A tensor in the files: its shape, and the boxes of it that they have, in row-major order."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: Mapping[Box, RecordPlace]
-
-
-def parse_tensors(path: AnyPath, manifest: Manifest) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by name. Raises CheckpointError for an index that `save` does not write."""
-    if manifest.tensors is None:
-        raise CheckpointError(
-            f"{path}: expected an index of tensors in '{MANIFEST}', which version 0.2 did not write: "
-            "fs.checkpoint.from_dcp(path, new_path) writes such a checkpoint anew"
-        )
-    out: dict[str, StoredTensor] = {}
-    try:
-        for names, kind, shape, boxes in manifest.tensors:
-            if not all(isinstance(name, str) for name in names):
-                _raise_damaged("a tensor", "names", names)
-            if not isinstance(dtype := getattr(torch, kind, None), torch.dtype):
-                _raise_damaged(f"tensor {names}", "a dtype of this torch", kind)
-            places: dict[Box, RecordPlace] = {}
-            for offsets, sizes, file, offset, crc32 in boxes:
-                box = Box(_parse_numbers(offsets, len(shape)), _parse_numbers(sizes, len(shape)))
-                if not is_plain_name(file):
-                    _raise_damaged("the place of a box", "a file of the checkpoint's directory", file)
-                places[box] = RecordPlace(file, *_parse_numbers([offset, crc32], 2))
-            out |= dict.fromkeys(names, StoredTensor(dtype, _parse_numbers(shape, len(shape)), places))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the index of tensors in its file '{MANIFEST}' is damaged: {error}") from error
-    return out
-
-
-def _parse_numbers(found: Any, length: int) -> tuple[int, ...]:
-    if type(found) is not list or len(found) != length or length > MAX_DIMS:
-        _raise_damaged("a tensor", f"{min(length, MAX_DIMS)} sizes or places", found)
-    for value in found:
-        if type(value) is not int or not 0 <= value < SIZE_LIMIT:
-            _raise_damaged("a size or place", "a number that is no less than 0", value)
-    return tuple(found)
 
 
 # --- The directory ---
@@ -223,38 +304,6 @@ def list_committed(directory: AnyPath) -> list[Committed]:
     """Return the checkpoints that `save` has put into a directory, the oldest first. Only manifests are read."""
     found = [_find_committed(path) for path in directory.iterdir()] if directory.is_dir() else []
     return sorted((entry for entry in found if entry), key=lambda entry: (entry.order, str(entry.path)))
-
-
-def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None) -> AnyPath | None:
-    """Return the last checkpoint that `save` has completed in a directory, or None if there is none.
-
-    The order is that in which the saves ended, whatever names and clocks say. Links do not count. The function passes over a
-    checkpoint whose files are missing or cut short, with a warning.
-
-    Args:
-        directory: The directory that has the checkpoints' directories.
-        spec: A bound spec. All of its ranks call this, and return what the first one finds. Without a spec, each caller looks
-            for itself.
-
-    Returns:
-        The path of the checkpoint, for `load`, or None.
-
-    Example:
-        >>> import tempfile, torch, funshard as fs
-        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 2))
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     _ = [fs.checkpoint.save(f"{directory}/step{step}", {"step": step}, spec) for step in (1, 2)]
-        ...     print(fs.checkpoint.latest(directory).name)
-        step2
-    """
-    if spec is not None:
-        ranks = connect_ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT)
-        return ranks.run_on_first(lambda: latest(directory), "checkpoint.latest")
-    for found in reversed(list_committed(open_path(os.fsdecode(directory)))):
-        if not (damage := found.find_damage()):
-            return found.path
-        warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {damage}", stacklevel=2)
-    return None
 
 
 def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:

@@ -22,7 +22,7 @@ from .._slices.pieces import slice_pieces
 from .._spec.local import piece_offsets
 from .._wire.flow import store_slice
 from .._wire.host import is_host_resident, place_slice
-from ._files import CheckpointError
+from ._directory import CheckpointError
 
 # --- Divide flat ranges of tensors into N-d boxes ---
 
@@ -280,6 +280,11 @@ def piece_box(shape: tuple[int, ...], local: LocalDims, spec: PartitionSpec) -> 
     mesh = spec.bound_mesh
     at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
     return Box(piece_offsets(shape, local, dict(mesh.sizes), at), shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in files: that of the attribute of torch."""
+    return str(dtype).removeprefix("torch.")
 
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")

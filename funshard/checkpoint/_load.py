@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
 from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER, phase
-from ._directory import MANIFEST, RecordPlace, StoredTensor, parse_tensors, read_manifest
-from ._files import PIECE_BYTES, AnyPath, CheckpointError, DamagedError, checksum, open_path, open_regular
-from ._leaves import PER_RANK, Box, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
+from . import _directory
+from ._directory import MANIFEST, AnyPath, CheckpointError, DamagedError, Manifest, checksum, open_path
+from ._leaves import MAX_DIMS, PER_RANK, Box, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._tree import Description, Template, check_rank_count, iter_plain_values, rebuild, select_part, without_memory
 
@@ -81,6 +82,38 @@ def load(
     return state
 
 
+def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None) -> AnyPath | None:
+    """Return the last checkpoint that `save` has completed in a directory, or None if there is none.
+
+    The order is that in which the saves ended, whatever names and clocks say. Links do not count. The function passes over a
+    checkpoint whose files are missing or cut short, with a warning.
+
+    Args:
+        directory: The directory that has the checkpoints' directories.
+        spec: A bound spec. All of its ranks call this, and return what the first one finds. Without a spec, each caller looks
+            for itself.
+
+    Returns:
+        The path of the checkpoint, for `load`, or None.
+
+    Example:
+        >>> import tempfile, torch, funshard as fs
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 2))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     _ = [fs.checkpoint.save(f"{directory}/step{step}", {"step": step}, spec) for step in (1, 2)]
+        ...     print(fs.checkpoint.latest(directory).name)
+        step2
+    """
+    if spec is not None:
+        ranks = connect_ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT)
+        return ranks.run_on_first(lambda: latest(directory), "checkpoint.latest")
+    for found in reversed(_directory.list_committed(open_path(os.fsdecode(directory)))):
+        if not (damage := found.find_damage()):
+            return found.path
+        warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {damage}", stacklevel=2)
+    return None
+
+
 def _check_identities(found: list[tuple[Any, str]]) -> None:
     if other := next((rank for rank, (identity, _) in enumerate(found) if identity != found[0][0]), 0):
         raise ValueError(
@@ -92,7 +125,7 @@ def _check_identities(found: list[tuple[Any, str]]) -> None:
 class _Loader:
     def __init__(self, directory: AnyPath, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any, check: bool) -> None:
         self._spec, self._ranks = spec, ranks
-        if (manifest := read_manifest(directory)) is None:
+        if (manifest := _directory.read_manifest(directory)) is None:
             raise FileNotFoundError(
                 f"{directory}: expected a checkpoint, which has a file '{MANIFEST}'; is it a directory of several? What "
                 "torch.distributed.checkpoint wrote fs.checkpoint.from_dcp(path, new_path) writes anew"
@@ -161,6 +194,60 @@ def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
     return value
 
 
+# --- The index of the tensors in the files ---
+
+
+class RecordPlace(NamedTuple):
+    """The place of a box: a file of the directory, the offset of its elements there, and their checksum."""
+
+    file: str
+    offset: int
+    checksum: int
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in the files: its shape, and the boxes of it that they have, in row-major order."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: Mapping[Box, RecordPlace]
+
+
+def parse_tensors(path: AnyPath, manifest: Manifest) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name. Raises CheckpointError for an index that `save` does not write."""
+    if manifest.tensors is None:
+        raise CheckpointError(
+            f"{path}: expected an index of tensors in '{MANIFEST}', which version 0.2 did not write: "
+            "fs.checkpoint.from_dcp(path, new_path) writes such a checkpoint anew"
+        )
+    out: dict[str, StoredTensor] = {}
+    try:
+        for names, kind, shape, boxes in manifest.tensors:
+            if not all(isinstance(name, str) for name in names):
+                _directory.raise_damaged("a tensor", "names", names)
+            if not isinstance(dtype := getattr(torch, kind, None), torch.dtype):
+                _directory.raise_damaged(f"tensor {names}", "a dtype of this torch", kind)
+            places: dict[Box, RecordPlace] = {}
+            for offsets, sizes, file, offset, crc32 in boxes:
+                box = Box(_parse_numbers(offsets, len(shape)), _parse_numbers(sizes, len(shape)))
+                if not _directory.is_plain_name(file):
+                    _directory.raise_damaged("the place of a box", "a file of the checkpoint's directory", file)
+                places[box] = RecordPlace(file, *_parse_numbers([offset, crc32], 2))
+            out |= dict.fromkeys(names, StoredTensor(dtype, _parse_numbers(shape, len(shape)), places))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the index of tensors in its file '{MANIFEST}' is damaged: {error}") from error
+    return out
+
+
+def _parse_numbers(found: Any, length: int) -> tuple[int, ...]:
+    if type(found) is not list or len(found) != length or length > MAX_DIMS:
+        _directory.raise_damaged("a tensor", f"{min(length, MAX_DIMS)} sizes or places", found)
+    for value in found:
+        if type(value) is not int or not 0 <= value < _directory.SIZE_LIMIT:
+            _directory.raise_damaged("a size or place", "a number that is no less than 0", value)
+    return tuple(found)
+
+
 # --- The tensors in the files of a checkpoint: find them by name, check them, and read ranges of them ---
 
 
@@ -203,7 +290,7 @@ class _StoredTensors:
             boxes = [*found]
             key = boxes[0][0][1]
             try:
-                with open_regular(self._directory / name) as file:
+                with _directory.open_regular(self._directory / name) as file:
                     for (place, key, box), reads in boxes:
                         self._read_box(file, place, box, self._tensors[key].dtype, reads)
             except FileNotFoundError as error:
@@ -224,7 +311,7 @@ class _StoredTensors:
         raw = _torch.host_bytes(memory)
         file.seek(place.offset)
         at = crc32 = 0
-        while at < nbytes and (read := file.readinto(raw[at : at + PIECE_BYTES])):  # pyright: ignore[reportAttributeAccessIssue]
+        while at < nbytes and (read := file.readinto(raw[at : at + _directory.PIECE_BYTES])):  # pyright: ignore[reportAttributeAccessIssue]
             crc32 = checksum(raw[at : at + read], crc32) if self._check else place.checksum
             at += read
         if at < nbytes:

@@ -21,7 +21,7 @@ from .._core.ops import announce
 from .._core.spec import PartitionSpec
 from ..collectives._agree import check_ranks_agree, hash_spec
 from ..collectives._world import check_spans_world, process_axes
-from ._files import CheckpointError, SavedError
+from ._directory import CheckpointError, SavedError
 
 T = TypeVar("T")
 M = TypeVar("M")

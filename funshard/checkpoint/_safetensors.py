@@ -26,8 +26,8 @@ from .._wire.flow import apply_options, unflatten_global
 from .._wire.host import check_host_resident
 from ..collectives._agree import check_ranks_agree
 from ..collectives._world import has_peers
-from ._directory import is_directory, is_plain_name
-from ._files import CheckpointError, DamagedError, flush, open_regular, read_regular, remove, replace
+from . import _directory
+from ._directory import CheckpointError, DamagedError, flush, is_directory, is_plain_name, open_regular, read_regular
 from ._leaves import Box, check_storable, clean_name, slice_leaf
 from ._ranks import TIMEOUT, connect_ranks
 
@@ -196,14 +196,14 @@ class _FileWriter:
         if n > 1:
             self._paths.append(self._target / INDEX)
             index = {"metadata": {"total_size": self._total}, "weight_map": weights}
-            replace(self._target / INDEX, json.dumps(index, indent=2).encode(), "")
+            _directory.replace(self._target / INDEX, json.dumps(index, indent=2).encode(), "")
         flush(self._target)
         flush(self._target.parent)
 
     def abandon(self) -> None:
         """Remove what was written."""
         for path in self._paths:
-            remove(path)
+            _directory.remove(path)
         with suppress(OSError):  # as where another one has put something there
             if self._is_new and self._paths:
                 self._target.rmdir()

@@ -25,8 +25,7 @@ from .._sharding.sharding import hash_bits
 from .._spec.codec import storage_codec
 from .._torch.tracing import LOGGER, phase
 from ._dcp import WrittenBox, pack_index, write_boxes
-from ._directory import Target
-from ._files import AnyPath, SavedError, open_path
+from ._directory import AnyPath, SavedError, Target, open_path
 from ._leaves import COMMON, NUMBER, SLICE, Box, Leaf, TensorRange, ValueLeaf, check_storable, split_range
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._tree import Description

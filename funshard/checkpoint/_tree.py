@@ -29,8 +29,8 @@ from ..optim._checks import QuantizedSlice, is_slice
 from ..optim._compose import AccumulationState, EmaState, FiniteState, ScheduleState
 from ..optim._matrices import Matrices, matrices
 from ..optim._owners import Matrix
-from ._files import DamagedError, dtype_name
-from ._leaves import COMMON, NUMBER, OWNED, PER_RANK, Box, Leaf, Names, ValueLeaf, piece_box, slice_leaf, whole_leaf
+from ._directory import DamagedError
+from ._leaves import COMMON, NUMBER, OWNED, PER_RANK, Box, Leaf, Names, ValueLeaf, dtype_name, piece_box, slice_leaf, whole_leaf
 
 # --- Plain values (numbers, strings, bytes, dtypes, None) as JSON ---
 
