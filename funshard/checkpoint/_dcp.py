@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from .. import _torch
-from ._directory import PIECE_BYTES, AnyPath, CheckpointError, Target, checksum, open_path, read_manifest
-from ._leaves import Box, TensorRange, check_tiles, dtype_name, split_range
+from ._directory import PIECE_BYTES, AnyPath, CheckpointError, Target, checksum, dtype_name, open_path, read_manifest
+from ._leaves import Box, TensorRange, check_tiles, split_range
 
 # --- A record: what torch.save writes of a tensor, about 1,500 bytes around the elements, but straight from its memory ---
 

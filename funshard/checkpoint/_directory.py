@@ -14,9 +14,10 @@ import types
 import uuid
 import warnings
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
+
+import torch
 
 try:
     from isal.isal_zlib import crc32  # uses CRC instructions: six times as fast as zlib
@@ -61,8 +62,7 @@ class _RemotePath(os.PathLike[str]):
     def __fspath__(self) -> str:
         return self._url
 
-    def __str__(self) -> str:
-        return self._url
+    __str__ = __fspath__
 
     def __truediv__(self, name: str) -> _RemotePath:
         return _RemotePath(f"{self._url}/{name}")
@@ -154,12 +154,8 @@ SIZE_LIMIT = 1 << 63
 def open_regular(path: AnyPath) -> BinaryIO:
     """Open a regular file without a buffer. Raises DamagedError for a FIFO or a device, whose reading may never end."""
     if isinstance(path, Path) and os.path.lexists(path) and not path.is_file():
-        kind = (
-            "a link that leads to itself or nowhere"
-            if path.is_symlink() and not path.exists()
-            else "a directory, a device or a FIFO"
-        )
-        raise DamagedError(f"expected a regular file as '{path.name}', got {kind}")
+        kinds = "a directory, a device, a FIFO or a link that leads to none"
+        raise DamagedError(f"expected a regular file as '{path.name}', got {kinds}")
     return path.open("rb", buffering=0)
 
 
@@ -167,6 +163,18 @@ def read_regular(path: AnyPath) -> bytes:
     """Return the content of a regular file. Raises the errors of `open_regular`."""
     with open_regular(path) as file:
         return file.read()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in files: that of the attribute of torch."""
+    return str(dtype).removeprefix("torch.")
+
+
+def find_dtype(name: object) -> torch.dtype:
+    """Return the dtype of a name in a file. Raises DamagedError for any other."""
+    if type(name) is not str or not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        raise DamagedError(f"expected a dtype of this torch, got {reprlib.repr(name)}")
+    return dtype
 
 
 # --- The manifest ---
@@ -181,8 +189,7 @@ MAX_SEQUENCE = SIZE_LIMIT - 1
 """The highest sequence number: checkpoints that have it are ordered by time alone."""
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """The checked fields of a manifest."""
 
     sequence: int
@@ -194,12 +201,6 @@ class Manifest:
     tensors: Any
     """For each tensor ``[names, dtype, shape, boxes]``, and for each box ``[offsets, sizes, file, offset, checksum]``; None in
     files of version 0.2."""
-
-
-def pack_manifest(manifest: Manifest) -> bytes:
-    """Return the content of the file of a manifest."""
-    text = json.dumps({"version": VERSION, **vars(manifest)})
-    return json.dumps({"crc32": checksum(text.encode()), "content": text}).encode()
 
 
 def read_manifest(path: AnyPath) -> Manifest | None:
@@ -218,36 +219,28 @@ def read_manifest(path: AnyPath) -> Manifest | None:
 
 
 def _parse(raw: bytes) -> Manifest:
-    outer = json.loads(raw.decode())
-    _check_fields(outer, {"crc32": int, "content": str}, "the file")
-    if checksum(outer["content"].encode()) != outer["crc32"]:
+    crc32, text = _check_fields(json.loads(raw.decode()), crc32=int, content=str)
+    if checksum(text.encode()) != crc32:
         raise DamagedError("its checksum is not what was written")
-    content = json.loads(outer["content"])
-    _check_fields(content, {"version": int}, "the content")
-    if (version := content["version"]) > VERSION:
+    content = json.loads(text)
+    (version,) = _check_fields(content, version=int)
+    if version > VERSION:
         raise NewerError(f"of version {version}, expected at most {VERSION}: use a newer funshard")
-    content |= {"tensors": content.get("tensors")} if version == VERSION else {"tensors": None}
-    _check_fields(content, {"sequence": int, "files": dict, "state": dict}, "the content")
-    if not 0 < content["sequence"] <= MAX_SEQUENCE:
-        raise_damaged("field 'sequence'", "a number from 1 on, of at most 63 bits", content["sequence"])
-    for name, size in content["files"].items():
+    sequence, files, state = _check_fields(content, sequence=int, files=dict, state=dict)
+    if not 0 < sequence <= MAX_SEQUENCE:
+        raise DamagedError(f"field 'sequence': expected a number from 1 on, of at most 63 bits, got {reprlib.repr(sequence)}")
+    for name, size in files.items():
         if not is_plain_name(name) or type(size) is not int or not 0 <= size < SIZE_LIMIT:
-            raise_damaged("field 'files'", "files of the directory and their sizes", {name: size})
-    return Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__})
+            raise DamagedError(f"field 'files': expected files of the directory and their sizes, got {name!r} and {size!r}")
+    return Manifest(sequence, files, state, content.get("tensors") if version == VERSION else None)
 
 
-def _check_fields(data: Any, fields: dict[str, type], where: str) -> None:
-    """Check that data is a dict with these fields, of exactly these types. Raises DamagedError otherwise."""
-    if type(data) is not dict:
-        raise_damaged(where, "an object", data)
+def _check_fields(data: Any, **fields: type) -> list[Any]:
+    """Return these fields of a dict, which are of exactly these types. Raises DamagedError otherwise."""
     for name, cls in fields.items():
-        if type(data.get(name)) is not cls:
-            raise_damaged(where, f"a {cls.__name__} as field '{name}'", data.get(name))
-
-
-def raise_damaged(where: str, expected: str, found: object) -> NoReturn:
-    """Raise DamagedError that says what was expected where."""
-    raise DamagedError(f"{where}: expected {expected}, got {reprlib.repr(found)}")
+        if type(data) is not dict or type(data.get(name)) is not cls:
+            raise DamagedError(f"expected an object with a {cls.__name__} as field '{name}', got {reprlib.repr(data)}")
+    return [data[name] for name in fields]
 
 
 def is_plain_name(name: object) -> bool:
@@ -383,8 +376,8 @@ class Target:
     else than nothing, what a killed save has left, or a damaged checkpoint.
     """
 
-    def __init__(self, path: AnyPath) -> None:
-        self.path, self.suffix = path, f"_{uuid.uuid4().hex[:12]}"
+    def __init__(self, path: AnyPath, name: str = "") -> None:
+        self.path, self.suffix = path, f"_{name or uuid.uuid4().hex[:12]}"
         self._locked, self._is_complete = contextlib.ExitStack(), False
         if damage := _check_free(path):
             warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {damage}", stacklevel=2)
@@ -410,10 +403,11 @@ class Target:
                 raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
         known = (found.order[0] for found in list_committed(self.path.parent) if not found.error)
         sequence = min(1 + int(max(known, default=0)), MAX_SEQUENCE)  # after all that exist now: writes take long
-        manifest = Manifest(sequence, dict(sizes), tree, tensors)
+        content = {"version": VERSION, "sequence": sequence, "files": dict(sizes), "state": tree, "tensors": tensors}
+        text = json.dumps(content)
         flush(self.path.parent)
         replace(self.path / METADATA, metadata, self.suffix)
-        replace(self.path / MANIFEST, pack_manifest(manifest), self.suffix)
+        replace(self.path / MANIFEST, json.dumps({"crc32": checksum(text.encode()), "content": text}).encode(), self.suffix)
         self._is_complete = True
         try:
             flush(self.path)

@@ -282,11 +282,6 @@ def piece_box(shape: tuple[int, ...], local: LocalDims, spec: PartitionSpec) -> 
     return Box(piece_offsets(shape, local, dict(mesh.sizes), at), shape)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in files: that of the attribute of torch."""
-    return str(dtype).removeprefix("torch.")
-
-
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 

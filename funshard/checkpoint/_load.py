@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -22,7 +22,16 @@ from . import _directory
 from ._directory import MANIFEST, AnyPath, CheckpointError, DamagedError, Manifest, checksum, open_path
 from ._leaves import MAX_DIMS, PER_RANK, Box, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
 from ._ranks import TIMEOUT, Ranks, connect_ranks
-from ._tree import Description, Template, check_rank_count, iter_plain_values, rebuild, select_part, without_memory
+from ._tree import (
+    Description,
+    Template,
+    check_rank_count,
+    common_value,
+    iter_plain_values,
+    rebuild,
+    select_part,
+    without_memory,
+)
 
 
 def load(
@@ -122,6 +131,10 @@ def _check_identities(found: list[tuple[Any, str]]) -> None:
         )
 
 
+Reads = list[tuple[tuple[slice, ...], Tensor]]
+"""Parts of a box to read, each by its place in the box and the memory for it."""
+
+
 class _Loader:
     def __init__(self, directory: AnyPath, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any, check: bool) -> None:
         self._spec, self._ranks = spec, ranks
@@ -130,7 +143,11 @@ class _Loader:
                 f"{directory}: expected a checkpoint, which has a file '{MANIFEST}'; is it a directory of several? What "
                 "torch.distributed.checkpoint wrote fs.checkpoint.from_dcp(path, new_path) writes anew"
             )
-        self._stored = _StoredTensors(directory, parse_tensors(directory, manifest), check)
+        self._directory, self._check_sums, self._tensors = directory, check, parse_tensors(directory, manifest)
+        cleaned = Counter(map(clean_name, self._tensors))
+        own = {key: key for key in self._tensors}
+        self._keys = {name: key for key in own if cleaned[name := clean_name(key)] == 1} | own
+        """The tensors' names by the names that they are found by, perhaps without the prefixes of wrappers."""
         path, units = tuple(only.split(".")) if only else (), None
         saved: dict[str, Any] = {}
         if manifest.state:
@@ -145,8 +162,7 @@ class _Loader:
         elif like is None:  # another program's state_dict
             stored = {unit.key: spec.stored(unit) for unit in spec}
             like, units = {key: without_memory((n,), dtype) for key, (n, dtype) in stored.items()}, {path}
-        self._like, self._tree = like, Description(like, spec, path, is_template=True, units=units)
-        leaves = self._tree.leaves
+        self._like, leaves = like, Description(like, spec, path, units).leaves
         self._values = [_find_value(leaf, saved) if isinstance(leaf, ValueLeaf) else None for leaf in leaves]
         self._leaves = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, ValueLeaf)}
         for leaf in self._leaves.values():
@@ -157,7 +173,17 @@ class _Loader:
 
     def _check(self, leaf: TensorLeaf) -> None:
         for i, (names, shape) in enumerate(zip(leaf.names, leaf.shapes, strict=True)):
-            found = self._stored.find_tensor(names, shape, leaf.dtype)
+            if (key := self._find_key(names)) is None:
+                raise ValueError(
+                    f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape)} {leaf.dtype}, got none but "
+                    f"{sorted(self._tensors)[:3]} and so on: was another model saved, has it a state in another codec or "
+                    "memory order (fs.optim.decode_state and encode_state convert)?"
+                )
+            found = self._tensors[key]
+            try:
+                check_tiles(found.shape, found.boxes)
+            except ValueError as error:
+                raise CheckpointError(f"tensor '{key}' of the checkpoint is damaged: {error}") from error
             if leaf.kind == PER_RANK and found.shape[1:] == shape[1:]:
                 check_rank_count(names[0], found.shape[0], self._ranks.size)
             if (found.shape, found.dtype) != (shape, leaf.dtype):
@@ -172,10 +198,53 @@ class _Loader:
             encoded = [[i] for i, leaf in self._leaves.items() if leaf.is_encoded]
             for numbers in ([i for i in self._leaves if [i] not in encoded], *encoded):  # these alone: for memory
                 memory = {i: self._leaves[i].allocate() for i in numbers}
-                self._stored.read([part for i in numbers for part in self._leaves[i].divide(memory[i])])
+                self._read_ranges([part for i in numbers for part in self._leaves[i].divide(memory[i])])
                 for i in numbers:
                     self._values[i] = self._leaves[i].to_state(memory.pop(i), self._spec)
         return rebuild(self._like, iter(self._values))
+
+    def _find_key(self, names: Sequence[str]) -> str | None:
+        return next((self._keys[name] for name in names if name in self._keys), None)
+
+    def _read_ranges(self, parts: Iterable[tuple[TensorRange, Tensor]]) -> None:
+        wanted: dict[str, dict[tuple[RecordPlace, str, Box], Reads]] = defaultdict(lambda: defaultdict(list))
+        for part, data in parts:
+            key = self._find_key(part.names) or ""
+            boxes = self._tensors[key].boxes
+            for box, at, target in plan_reads(part, data, boxes):
+                wanted[boxes[box].file][boxes[box], key, box].append((at, target))
+        for name, found in wanted.items():
+            (_, key, _), *_ = found
+            try:
+                with _directory.open_regular(self._directory / name) as file:
+                    for (place, key, box), reads in sorted(found.items(), key=lambda pair: pair[0]):
+                        self._read_box(file, place, box, self._tensors[key].dtype, reads)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"tensor '{key}': file '{name}' of the checkpoint is missing") from error
+            except (DamagedError, OSError) as error:
+                raise CheckpointError(f"tensor '{key}' in file '{name}' of the checkpoint is damaged: {error}") from error
+
+    def _read_box(self, file: BinaryIO, place: RecordPlace, box: Box, dtype: torch.dtype, reads: Reads) -> None:
+        nbytes, target = box.numel * dtype.itemsize, reads[0][1]
+        if place.offset + nbytes > file.seek(0, os.SEEK_END):
+            raise DamagedError("it was cut short")
+        is_whole = len(reads) == 1 and tuple(target.shape) == box.sizes
+        is_direct = is_whole and target.is_contiguous() and target.device.type == "cpu"
+        memory = target if is_direct else torch.empty(nbytes, dtype=torch.uint8)
+        raw = _torch.host_bytes(memory)
+        file.seek(place.offset)
+        at = crc32 = 0
+        while at < nbytes and (read := file.readinto(raw[at : at + _directory.PIECE_BYTES])):  # pyright: ignore[reportAttributeAccessIssue]
+            crc32 = checksum(raw[at : at + read], crc32) if self._check_sums else place.checksum
+            at += read
+        if at < nbytes:
+            raise DamagedError("it was cut short")
+        if crc32 != place.checksum:
+            raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
+        if not is_direct:
+            values = memory.view(dtype).view(box.sizes)
+            for part, target in reads:
+                target.copy_(values[part])
 
 
 def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
@@ -185,13 +254,7 @@ def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
         if not found:
             raise ValueError(f"state '{own}' is no plain value in the checkpoint: expected like= without it")
         values[own] = found[0]
-    (first, value), *_ = values.items()
-    if differing := next((own for own, other in values.items() if repr(other) != repr(value)), None):
-        raise ValueError(
-            f"state '{differing}': expected the same as '{first}', which is in one unit with it, {value!r}, got "
-            f"{values[differing]!r}; choose units whose parameters have the same"
-        )
-    return value
+    return common_value(values, leaf.names[0][0])
 
 
 # --- The index of the tensors in the files ---
@@ -224,16 +287,14 @@ def parse_tensors(path: AnyPath, manifest: Manifest) -> dict[str, StoredTensor]:
     try:
         for names, kind, shape, boxes in manifest.tensors:
             if not all(isinstance(name, str) for name in names):
-                _directory.raise_damaged("a tensor", "names", names)
-            if not isinstance(dtype := getattr(torch, kind, None), torch.dtype):
-                _directory.raise_damaged(f"tensor {names}", "a dtype of this torch", kind)
+                raise DamagedError(f"a tensor: expected names, got {reprlib.repr(names)}")
             places: dict[Box, RecordPlace] = {}
             for offsets, sizes, file, offset, crc32 in boxes:
-                box = Box(_parse_numbers(offsets, len(shape)), _parse_numbers(sizes, len(shape)))
                 if not _directory.is_plain_name(file):
-                    _directory.raise_damaged("the place of a box", "a file of the checkpoint's directory", file)
+                    raise DamagedError(f"a box: expected a file of the checkpoint's directory, got {reprlib.repr(file)}")
+                box = Box(_parse_numbers(offsets, len(shape)), _parse_numbers(sizes, len(shape)))
                 places[box] = RecordPlace(file, *_parse_numbers([offset, crc32], 2))
-            out |= dict.fromkeys(names, StoredTensor(dtype, _parse_numbers(shape, len(shape)), places))
+            out |= dict.fromkeys(names, StoredTensor(_directory.find_dtype(kind), _parse_numbers(shape, len(shape)), places))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the index of tensors in its file '{MANIFEST}' is damaged: {error}") from error
     return out
@@ -241,87 +302,10 @@ def parse_tensors(path: AnyPath, manifest: Manifest) -> dict[str, StoredTensor]:
 
 def _parse_numbers(found: Any, length: int) -> tuple[int, ...]:
     if type(found) is not list or len(found) != length or length > MAX_DIMS:
-        _directory.raise_damaged("a tensor", f"{min(length, MAX_DIMS)} sizes or places", found)
-    for value in found:
-        if type(value) is not int or not 0 <= value < _directory.SIZE_LIMIT:
-            _directory.raise_damaged("a size or place", "a number that is no less than 0", value)
+        raise DamagedError(f"a tensor: expected {min(length, MAX_DIMS)} sizes or places, got {reprlib.repr(found)}")
+    if wrong := [x for x in found if type(x) is not int or not 0 <= x < _directory.SIZE_LIMIT]:
+        raise DamagedError(f"a size or place: expected a number that is no less than 0, got {reprlib.repr(wrong[0])}")
     return tuple(found)
-
-
-# --- The tensors in the files of a checkpoint: find them by name, check them, and read ranges of them ---
-
-
-class _StoredTensors:
-    """The tensors of a checkpoint, by their keys: their names, perhaps with the prefixes of wrappers."""
-
-    def __init__(self, directory: AnyPath, tensors: dict[str, StoredTensor], check: bool) -> None:
-        self._directory, self._tensors, self._check = directory, tensors, check
-        cleaned = Counter(map(clean_name, tensors))
-        self._keys = {name: key for key in tensors if cleaned[name := clean_name(key)] == 1} | {key: key for key in tensors}
-
-    def find_key(self, names: Sequence[str]) -> str | None:
-        """Return the key of the tensor that has one of these names."""
-        return next((self._keys[name] for name in names if name in self._keys), None)
-
-    def find_tensor(self, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
-        """Return the tensor that has one of these names, whose boxes tile it."""
-        if (key := self.find_key(names)) is None:
-            raise ValueError(
-                f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape)} {dtype}, got none; the checkpoint "
-                f"has {sorted(self._tensors)[:3]} and so on: was another model saved, has it a state in another codec or "
-                "memory order (fs.optim.decode_state and encode_state convert)?"
-            )
-        tensor = self._tensors[key]
-        try:
-            check_tiles(tensor.shape, tensor.boxes)
-        except ValueError as error:
-            raise CheckpointError(f"tensor '{key}' of the checkpoint is damaged: {error}") from error
-        return tensor
-
-    def read(self, parts: Iterable[tuple[TensorRange, Tensor]]) -> None:
-        """Read ranges of tensors into their memory."""
-        wanted: dict[tuple[RecordPlace, str, Box], list[tuple[tuple[slice, ...], Tensor]]] = defaultdict(list)
-        for part, data in parts:
-            key = self.find_key(part.names) or ""
-            boxes = self._tensors[key].boxes
-            for box, at, target in plan_reads(part, data, boxes):
-                wanted[boxes[box], key, box].append((at, target))
-        for name, found in groupby(sorted(wanted.items(), key=lambda pair: pair[0]), key=lambda pair: pair[0][0].file):
-            boxes = [*found]
-            key = boxes[0][0][1]
-            try:
-                with _directory.open_regular(self._directory / name) as file:
-                    for (place, key, box), reads in boxes:
-                        self._read_box(file, place, box, self._tensors[key].dtype, reads)
-            except FileNotFoundError as error:
-                raise CheckpointError(f"tensor '{key}': file '{name}' of the checkpoint is missing") from error
-            except (DamagedError, OSError) as error:
-                raise CheckpointError(f"tensor '{key}' in file '{name}' of the checkpoint is damaged: {error}") from error
-
-    def _read_box(
-        self, file: BinaryIO, place: RecordPlace, box: Box, dtype: torch.dtype, reads: list[tuple[tuple[slice, ...], Tensor]]
-    ) -> None:
-        """Read parts of one box, each given by its place in the box and the memory to read into."""
-        nbytes, target = box.numel * dtype.itemsize, reads[0][1]
-        if place.offset + nbytes > file.seek(0, os.SEEK_END):
-            raise DamagedError("it was cut short")
-        is_whole = len(reads) == 1 and tuple(target.shape) == box.sizes
-        is_direct = is_whole and target.is_contiguous() and target.device.type == "cpu"
-        memory = target if is_direct else torch.empty(nbytes, dtype=torch.uint8)
-        raw = _torch.host_bytes(memory)
-        file.seek(place.offset)
-        at = crc32 = 0
-        while at < nbytes and (read := file.readinto(raw[at : at + _directory.PIECE_BYTES])):  # pyright: ignore[reportAttributeAccessIssue]
-            crc32 = checksum(raw[at : at + read], crc32) if self._check else place.checksum
-            at += read
-        if at < nbytes:
-            raise DamagedError("it was cut short")
-        if crc32 != place.checksum:
-            raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
-        if not is_direct:
-            values = memory.view(dtype).view(box.sizes)
-            for part, target in reads:
-                target.copy_(values[part])
 
 
 def plan_reads(part: TensorRange, data: Tensor, stored: Iterable[Box]) -> Iterator[tuple[Box, tuple[slice, ...], Tensor]]:

@@ -8,10 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import _torch
 from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
-from .._core.unit import Unit
 from .._sharding.full import gather_stored
 from .._spec.local import describe_pieces
 from ..optim._checks import ParamOptions, State, copy_like, group_by_options, refuse_encoded
@@ -78,11 +76,20 @@ def optimizer_state_dict(
             raise ValueError("expected the same units, state and counts on all ranks, got others")
 
     param_groups, _ = ranks.decide(describe, compare, "checkpoint.optimizer_state_dict")
-    out: dict[str, dict[str, Tensor]] = {}
     units = [unit for unit in spec if unit.key in state]
+    out: dict[str, dict[str, Tensor]] = {}
     with torch.no_grad():
         for unit in units:
-            out |= _gather_slots(state[unit.key], unit, spec, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+            slots = dict(state[unit.key])
+            if {*slots} == COUNTED and not slots.pop("step"):
+                continue  # never stepped
+            for slot, tensor in slots.items():
+                if tensor.dim():
+                    full = gather_stored({unit.key: tensor}, spec, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+                else:
+                    full = {p.name: (tensor.cpu() if offload_to_cpu else tensor).clone() for p in unit.params}
+                for name, value in full.items():
+                    out.setdefault(name, {})[slot] = value
     if rank0_only and ranks.rank:
         return {}
     for i, group in enumerate(param_groups):
@@ -177,7 +184,7 @@ def _states_by_name(
 
 def _read_leaf(leaf: Any, initial: Tensor, states: Mapping[str, Mapping[str, Any]], spec: PartitionSpec) -> Tensor:
     """Return this rank's slice of full tensors, or a number, with the initial values of parameters that have none."""
-    memory = copy_like(initial, initial) if _torch.is_pinned(initial) else initial.detach().clone()
+    memory = copy_like(initial)
     if not initial.dim():
         memory = memory.repeat(len(leaf.names))
     values: dict[str, Tensor] = {}
@@ -213,21 +220,4 @@ def _describe(state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec) ->
         raise ValueError(
             f"unit '{others[0]}' is not in the spec: expected some of {[*spec.by_key][:8]}; is the state another's?"
         )
-    return Description(state, spec, is_template=True, units={()})
-
-
-def _gather_slots(
-    slots: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, *, rank0_only: bool, offload_to_cpu: bool
-) -> dict[str, dict[str, Tensor]]:
-    """Return the state of each of the unit's parameters as torch has it: none of one that was never stepped."""
-    if {*slots} == COUNTED:
-        slots = {name: tensor for name, tensor in slots.items() if name != "step" and slots["step"] > 0}
-    out: dict[str, dict[str, Tensor]] = {param.name: {} for param in unit.params} if slots else {}
-    for slot, tensor in slots.items():
-        if tensor.dim():
-            full = gather_stored({unit.key: tensor}, spec, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
-        else:
-            full = {name: (tensor.cpu() if offload_to_cpu else tensor).clone() for name in out}
-        for name, value in full.items():
-            out[name][slot] = value
-    return out
+    return Description(state, spec, units={()})

@@ -165,7 +165,8 @@ class Ranks:
         _check_calls(calls)
         if any(digest != digests[0] for digest in digests):
             check_ranks_agree(spec)
-        self._prefix = f"funshard/checkpoint/{names[0]}"
+        self.name = names[0][:12]
+        """A name that this call alone has, on all ranks."""
 
     def run(self, function: Callable[[], T], where: str) -> T:
         """Return the function's result on this rank. If it raises on any rank, all ranks raise an error that names the rank."""
@@ -206,7 +207,9 @@ class Ranks:
                 "before torch.distributed.destroy_process_group"
             )
         else:
-            errors, decided = exchange(self._prefix, self.rank, self.size, own, decide_unless_error, self._timeout)
+            errors, decided = exchange(
+                f"funshard/checkpoint/{self.name}", self.rank, self.size, own, decide_unless_error, self._timeout
+            )
         if errors:
             self._raise_errors(errors, where, error)
         return result[0], decided

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import reprlib
 from collections.abc import Callable, Mapping
@@ -17,12 +16,10 @@ from torch import Tensor
 from .._core.checks import bind_spec, check_mapping, check_params, find_full_params
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
-from .._core.tree import Param
 from .._core.unit import Unit, global_shape
-from .._sharding.full import find_sent_dtype, gather_to_first
+from .._sharding.full import find_result_dtype, stream_full
 from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER, phase
-from .._wire.flow import apply_options, unflatten_global
 from .._wire.host import check_host_resident
 from ..collectives._agree import check_ranks_agree
 from ..collectives._world import has_peers
@@ -155,21 +152,18 @@ class _FileWriter:
         self._target, self._names, self._dtype, self._header = target, names, dtype, header
         self._shard_bytes, self._is_new = shard_bytes, not target.exists()
         self._tensors: dict[str, Tensor] = {}
-        self._files: list[list[str]] = []
+        self._files: list[dict[str, int]] = []
+        """The bytes of each file's tensors, by name."""
         self._paths: list[Path] = []
-        self._nbytes = self._total = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Add tensors by name in the model."""
         for name, tensor in tensors.items():
-            dtype = self._dtype if tensor.is_floating_point() else None
-            nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
-            if self._tensors and self._nbytes + nbytes > self._shard_bytes:
+            tensor = tensor.to("cpu", find_result_dtype(tensor.dtype, self._dtype)).contiguous()
+            if self._tensors and sum(x.nbytes for x in (tensor, *self._tensors.values())) > self._shard_bytes:
                 self._write()
-            self._tensors[self._names[name]] = tensor.to("cpu", dtype or tensor.dtype).contiguous()
-            self._nbytes += nbytes
-            self._total += nbytes
-            if self._nbytes >= self._shard_bytes:
+            self._tensors[self._names[name]] = tensor
+            if sum(x.nbytes for x in self._tensors.values()) >= self._shard_bytes:
                 self._write()
 
     def _write(self) -> None:
@@ -178,8 +172,8 @@ class _FileWriter:
         self._paths.append(path)
         _import_safetensors().torch.save_file(self._tensors, path, self._header)
         flush(path)
-        self._files.append([*self._tensors])
-        self._tensors, self._nbytes = {}, 0
+        self._files.append({name: tensor.nbytes for name, tensor in self._tensors.items()})
+        self._tensors = {}
 
     def finish(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the last tensors. The index comes last: without it nobody reads several files."""
@@ -195,7 +189,8 @@ class _FileWriter:
             weights |= dict.fromkeys(written, name)
         if n > 1:
             self._paths.append(self._target / INDEX)
-            index = {"metadata": {"total_size": self._total}, "weight_map": weights}
+            total = sum(nbytes for written in self._files for nbytes in written.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
             _directory.replace(self._target / INDEX, json.dumps(index, indent=2).encode(), "")
         flush(self._target)
         flush(self._target.parent)
@@ -228,7 +223,7 @@ def _find_names(
     seen: dict[str, str] = {}
 
     def add(name: str, own: torch.dtype) -> None:
-        if (stored := dtype if dtype is not None and own.is_floating_point else own) not in DTYPES.values():
+        if (stored := find_result_dtype(own, dtype)) not in DTYPES.values():
             raise ValueError(f"'{name}': expected a dtype that safetensors has, got {stored}")
         if (new := rename(name)) in seen:
             raise ValueError(f"'{name}' and '{seen[new]}' would both be '{new}' in the files: expected one name for each")
@@ -255,13 +250,9 @@ def _unsharded_tensors(params: Mapping[str, Tensor], spec: PartitionSpec, buffer
 
 def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return the unit's parameters on the host of the mesh's first rank. Other ranks get none, or those given in full."""
-    mesh = spec.bound_mesh
-    full = find_full_params(params, unit, dict(mesh.sizes))
-    if full is None:
-        piece = params[unit.key].detach()
-        buffer = gather_to_first(piece.to(find_sent_dtype(piece, unit, dtype)), unit, mesh)
-        full = [] if buffer is None else unflatten_global(apply_options(buffer, unit, mesh).cpu(), unit, mesh)
-    return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
+    if (full := find_full_params(params, unit, dict(spec.bound_mesh.sizes))) is not None:
+        return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=True)}
+    return dict(stream_full({unit.key: params[unit.key]}, spec, dtype=dtype, rank0_only=True, offload_to_cpu=True))
 
 
 # --- read_safetensors ---
@@ -276,11 +267,7 @@ class _FileTensor(NamedTuple):
     """The file, as safetensors opens it: mapped into memory."""
 
     def read(self, box: Box) -> Tensor:
-        if not math.prod(self.shape):
-            return torch.empty(box.sizes, dtype=self.dtype)
-        if not self.shape:
-            return self.opened.get_tensor(self.name)
-        return self.opened.get_slice(self.name)[box.slices]
+        return self.opened.get_slice(self.name)[box.slices] if self.shape else self.opened.get_tensor(self.name)
 
 
 def _open_file(path: Path) -> list[_FileTensor]:
@@ -314,8 +301,8 @@ def read_safetensors(
 ) -> Params:
     """Return the shards of the parameters in safetensors files, by unit key. Inverse of `export`.
 
-    Every rank reads the ranges in its slice. A tied parameter may have any of its names, or several with the same values.
-    Parameters that the spec ignores are not read. It needs the package safetensors.
+    Every rank reads the ranges in its slice. A tied parameter may have any one of its names. Parameters that the spec
+    ignores are not read. It needs the package safetensors.
 
     Args:
         path: A file, an index (``.json``), or a directory with ``model.safetensors`` or an index, the same on all ranks.
@@ -355,11 +342,8 @@ def read_safetensors(
 
 def _find_tensors_in_files(path: Path, rename: Callable[[str], str | None]) -> dict[str, _FileTensor]:
     out: dict[str, _FileTensor] = {}
-    for file, wanted in _list_files(path).items():
-        tensors = _open_file(file)
-        if missing := sorted(wanted - {tensor.name for tensor in tensors}):
-            raise CheckpointError(f"{file}: tensor '{missing[0]}' is not in it: expected it there, as the index says")
-        for tensor in tensors:
+    for file in _list_files(path):
+        for tensor in _open_file(file):
             if (name := rename(tensor.name)) is None:
                 continue
             if name in out:
@@ -369,42 +353,43 @@ def _find_tensors_in_files(path: Path, rename: Callable[[str], str | None]) -> d
     return out
 
 
-def _list_files(path: Path) -> dict[Path, set[str]]:
+def _list_files(path: Path) -> list[Path]:
     if path.is_dir():  # as transformers: an index beside the one file belongs to an earlier save
         path = path / SINGLE if (path / SINGLE).is_file() or not (path / INDEX).is_file() else path / INDEX
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected a file of safetensors, an index, or a directory with '{SINGLE}' or an index")
     if path.suffix != ".json":
-        return {path: set()}
-    out: dict[Path, set[str]] = {}
+        return [path]
     try:
-        for key, name in json.loads(read_regular(path).decode())["weight_map"].items():
-            if not is_plain_name(name):
-                raise ValueError(f"expected files beside it, got {reprlib.repr(name)}")
-            out.setdefault(path.with_name(name), set()).add(key)
+        names = dict.fromkeys(json.loads(read_regular(path).decode())["weight_map"].values())
+        if wrong := [name for name in names if not is_plain_name(name)]:
+            raise ValueError(f"expected files beside it, got {reprlib.repr(wrong[0])}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: the index is damaged: {type(error).__name__}: {error}") from error
-    return out
+    return [path.with_name(name) for name in names]
 
 
 def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: PartitionSpec, *, cast: bool) -> None:
     sizes = dict(spec.bound_mesh.sizes)
     for param, unit in [(param, owner) for owner in spec for param in owner.params]:
         where, shape = f"parameter '{param.name}' of unit '{unit.key}'", global_shape(param, sizes)
-        found = _named(param, stored)
+        found = [stored[name] for name in param.names if name in stored]
         if not found:
             raise ValueError(
                 f"{where} is not in {path}: expected {list(shape)} {param.dtype}, got {len(stored)} tensors such as "
                 f"{sorted(stored)[:3]}; rename= maps their names"
             )
-        for tensor in found:
-            if tensor.shape != shape:
-                hint = describe_pieces(param, sizes)
-                raise ValueError(f"{where}: expected shape {list(shape)}, got {list(tensor.shape)} in {tensor.file}{hint}")
-            floats = tensor.dtype.is_floating_point and param.dtype.is_floating_point
-            if tensor.dtype != param.dtype and not (cast and floats):
-                hint = "; cast=True converts it" if floats else ""
-                raise ValueError(f"{where}: expected {param.dtype}, got {tensor.dtype} in {tensor.file}{hint}")
+        tensor, *others = found
+        if others:
+            names = f"'{tensor.name}' and '{others[0].name}'"
+            raise ValueError(f"{where}: expected one of its names, got {names}; leave one out, by a rename= that gives None")
+        if tensor.shape != shape:
+            hint = describe_pieces(param, sizes)
+            raise ValueError(f"{where}: expected shape {list(shape)}, got {list(tensor.shape)} in {tensor.file}{hint}")
+        floats = tensor.dtype.is_floating_point and param.dtype.is_floating_point
+        if tensor.dtype != param.dtype and not (cast and floats):
+            hint = "; cast=True converts it" if floats else ""
+            raise ValueError(f"{where}: expected {param.dtype}, got {tensor.dtype} in {tensor.file}{hint}")
     for name in stored:
         if name not in spec.by_name and name not in spec.ignored:
             raise ValueError(
@@ -413,25 +398,13 @@ def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: Partitio
             )
 
 
-def _named(param: Param, stored: Mapping[str, _FileTensor]) -> list[_FileTensor]:
-    return [stored[name] for name in param.names if name in stored]
-
-
 def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpec) -> Tensor:
-    """Read this rank's slice of a unit. Parameters stored under several names must be equal under all."""
+    """Read this rank's slice of a unit."""
     names = tuple(param.names for param in unit.params)
     leaf = slice_leaf(names, unit.dtype, unit, spec, is_encoded=unit.is_encoded)
     memory = leaf.allocate()
     for part, data in leaf.divide(memory):
-        first, *others = _named(spec.by_name[part.names[0]][1], stored)
+        tensor = next(stored[name] for name in part.names if name in stored)
         for box, view in part.iter_boxes(data, part.begin, part.begin + part.numel) if part.numel else ():
-            values = first.read(box)
-            for other in others:
-                again = other.read(box)
-                if again.dtype != values.dtype or not again.view(-1).view(torch.uint8).equal(values.view(-1).view(torch.uint8)):
-                    raise ValueError(
-                        f"'{other.name}' and '{first.name}' are one tied parameter: expected the same values, got others; "
-                        "leave one out, by a rename= that gives None"
-                    )
-            view.copy_(values)
+            view.copy_(tensor.read(box))
     return leaf.to_state(memory, spec)

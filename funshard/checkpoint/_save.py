@@ -12,6 +12,8 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,36 +41,27 @@ class Saving:
     """
 
     def __init__(self, path: AnyPath) -> None:
-        self.path = path
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self.path, self._ended = path, Future[None]()
 
     def done(self) -> bool:
         """Return whether the save has ended, with or without an error."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._ended.done()
 
     def wait(self) -> AnyPath:
         """Return the checkpoint's path once the save has ended. Raises the error of the save, on every rank."""
-        if self._thread is not None:
-            self._thread.join()
+        error = self._ended.exception()
         _pending.discard(self)
-        if self._error is not None:
-            raise self._error
+        if error is not None:
+            raise error
         return self.path
 
-    def _start(self, write: Callable[[], None]) -> None:
-
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:
-                self._error = error
-                if not threading.main_thread().is_alive():  # the exit handler may have run before
-                    _print_unclaimed_errors()
-
-        self._thread = threading.Thread(target=run, name="funshard.checkpoint")  # not a daemon: the process waits for it
-        _pending.add(self)
-        self._thread.start()
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            self._ended.set_result(write())
+        except BaseException as error:
+            self._ended.set_exception(error)
+            if not threading.main_thread().is_alive():  # the exit handler may have run before
+                _print_unclaimed_errors()
 
 
 _pending: set[Saving] = set()
@@ -77,11 +70,12 @@ _pending: set[Saving] = set()
 
 @atexit.register
 def _print_unclaimed_errors() -> None:
-    for saving in [saving for saving in _pending if saving._error is not None]:
+    for saving in [saving for saving in _pending if saving.done()]:
         _pending.discard(saving)
-        ended = "is there, after an error" if isinstance(saving._error, SavedError) else "was not saved"
-        print(f"checkpoint.save: {saving.path} {ended}:", file=sys.stderr)
-        traceback.print_exception(saving._error)
+        if error := saving._ended.exception():
+            ended = "is there, after an error" if isinstance(error, SavedError) else "was not saved"
+            print(f"checkpoint.save: {saving.path} {ended}:", file=sys.stderr)
+            traceback.print_exception(error)
 
 
 def save(
@@ -130,7 +124,7 @@ def save(
     saving = Saving(target)
     undo = contextlib.ExitStack()  # called if the save fails
 
-    def begin() -> tuple[tuple[_StateSummary, RangeWriter, Target | None], tuple[Any, ...]]:
+    def begin() -> tuple[tuple[_StateSummary, RangeWriter, Target | None], Any]:
         for earlier in list(_pending):
             earlier.wait()
         with phase("checkpoint plan"):
@@ -138,19 +132,19 @@ def save(
             writer = RangeWriter(summary.ranges)
             undo.callback(writer.release)
             if ranks.rank == 0:
-                place = Target(target)
+                place = Target(target, ranks.name)
                 undo.callback(place.abandon)
         if asynchronous:
             with phase("checkpoint copy"):
                 writer.stage()
-        return (summary, writer, place), (place and place.suffix, *summary.message())
+        return (summary, writer, place), summary.message()
 
     with undo:
-        (summary, writer, place), (suffix, per_rank) = ranks.decide(begin, _compare_messages, "checkpoint.save")
+        (summary, writer, place), per_rank = ranks.decide(begin, _compare_messages, "checkpoint.save")
         if per_rank is None:
             ranks.decide(lambda: (None, summary.common), _raise_difference, "checkpoint.save")
         tree = summary.fill_tree(per_rank or [])
-        file = target / f"__{ranks.rank}_0{suffix}.distcp"
+        file = target / f"__{ranks.rank}_0_{ranks.name}.distcp"
         undo_write = undo.pop_all()
 
     def commit(every: list[list[WrittenBox]]) -> None:
@@ -165,9 +159,10 @@ def save(
         LOGGER.info("checkpoint.save: %s is complete", target)
 
     if asynchronous:
-        saving._start(write)
+        _pending.add(saving)
+        threading.Thread(target=saving._run, args=(write,), name="funshard.checkpoint").start()  # which the process waits for
     else:
-        write()
+        saving._ended.set_result(write())
     return saving
 
 
@@ -227,11 +222,11 @@ class _StateSummary:
         self.ranges.extend(leaf.divide(value))
 
 
-def _compare_messages(found: list[tuple[Any, ...]]) -> tuple[str, list[list[Any]] | None]:
-    """Return the suffix of the files and the values that are each rank's own, or None for them if the states differ."""
-    suffixes, digests, per_rank, replicas = zip(*found, strict=True)
+def _compare_messages(found: list[tuple[Any, ...]]) -> list[list[Any]] | None:
+    """Return the values that are each rank's own, by rank, or None if the states differ."""
+    digests, per_rank, replicas = zip(*found, strict=True)
     if any(digest != digests[0] for digest in digests):
-        return "", None
+        return None
     seen: dict[tuple[str, str, int], tuple[int, int]] = {}
     for rank, slices in enumerate(replicas):
         for at, digest in slices.items():
@@ -241,7 +236,7 @@ def _compare_messages(found: list[tuple[Any, ...]]) -> tuple[str, list[list[Any]
                     f"unit '{at[0]}' of state '{at[1]}': expected the same on all replicas, got others on rank {rank} "
                     f"than on rank {other}; average them first, as by fs.averaging.average"
                 )
-    return suffixes[0], [*per_rank]
+    return [*per_rank]
 
 
 def _raise_difference(every: list[dict[str, str]]) -> None:
@@ -279,15 +274,13 @@ class RangeWriter:
 
         The next save uses the memory again: to allocate it costs more than the copy.
         """
-        nbytes = sum(_align(view.nbytes) for *_, view in self.boxes)
+        ends = [0, *accumulate(-(-view.nbytes // 16) * 16 for *_, view in self.boxes)]  # at multiples of 16 bytes
         devices = {view.device for *_, view in self.boxes if view.device.type != "cpu"}
         memory = _staging_memory.pop() if _staging_memory else None
-        if memory is None or len(memory) < nbytes or (devices and not memory.is_pinned()):
-            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=bool(devices))  # pinned for copies from a device
-        at = 0
+        if memory is None or len(memory) < ends[-1] or (devices and not memory.is_pinned()):
+            memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=bool(devices))  # pinned for copies from a device
         for i, (part, box, view) in enumerate(self.boxes):
-            staged = memory[at : at + view.nbytes].view(view.dtype).view(view.shape)
-            at += _align(view.nbytes)
+            staged = memory[ends[i] : ends[i] + view.nbytes].view(view.dtype).view(view.shape)
             self.boxes[i] = part, box, staged.copy_(view, non_blocking=True)
         self._memory = memory
         for device in devices:
@@ -306,7 +299,3 @@ class RangeWriter:
 
 _staging_memory: list[Tensor] = []
 """The staging memory of a save that has ended, if there is one."""
-
-
-def _align(nbytes: int) -> int:
-    return nbytes + -nbytes % 16

@@ -29,36 +29,30 @@ from ..optim._checks import QuantizedSlice, is_slice
 from ..optim._compose import AccumulationState, EmaState, FiniteState, ScheduleState
 from ..optim._matrices import Matrices, matrices
 from ..optim._owners import Matrix
-from ._directory import DamagedError
-from ._leaves import COMMON, NUMBER, OWNED, PER_RANK, Box, Leaf, Names, ValueLeaf, dtype_name, piece_box, slice_leaf, whole_leaf
+from ._directory import DamagedError, dtype_name, find_dtype
+from ._leaves import COMMON, NUMBER, OWNED, PER_RANK, Box, Leaf, Names, ValueLeaf, piece_box, slice_leaf, whole_leaf
 
 # --- Plain values (numbers, strings, bytes, dtypes, None) as JSON ---
 
 PLAIN = (bool, int, float, str, type(None))
 
 
-def plain_to_json(value: object, name: str) -> Any:
-    """Return a plain value as JSON data. Raises TypeError, with its name in the state, for any other value."""
-    if isinstance(value, PLAIN) and type(value) in PLAIN:
+def plain_to_json(value: object, name: str, *, is_key: bool = False) -> Any:
+    """Return a plain value, or a key of a dict, as JSON data. Raises TypeError, with its name in the state, for any other."""
+    if type(value) in PLAIN:
         return value
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
+    if is_key:
+        got = f"{value!r} ({type(value).__name__})"
+        raise TypeError(f"state '{name}': expected keys that are strings, numbers, bytes or None, got {got}")
     raise TypeError(
         f"state '{name}': expected a tensor, a number, a string, bytes, None or a container of such, got "
         f"{type(value).__module__}.{type(value).__qualname__}; a checkpoint holds no pickles: save the parts of the object, by "
         "its state_dict(), list(...), dict(...), .item() or torch.from_numpy(...)"
     )
-
-
-def key_to_json(key: object, name: str) -> Any:
-    """Return a key of a dict as JSON data. Raises TypeError, with the name of the dict, for one that is no plain value."""
-    if type(key) not in PLAIN and not isinstance(key, bytes | torch.dtype):
-        raise TypeError(
-            f"state '{name}': expected keys that are strings, numbers, bytes or None, got {key!r} ({type(key).__name__})"
-        )
-    return plain_to_json(key, name)
 
 
 def plain_from_json(data: Any) -> Any:
@@ -70,8 +64,8 @@ def plain_from_json(data: Any) -> Any:
         if kind == "bytes" and type(text) is str:
             with contextlib.suppress(ValueError):
                 return base64.b64decode(text, validate=True)
-        if kind == "dtype" and type(text) is str and isinstance(found := getattr(torch, text, None), torch.dtype):
-            return found
+        if kind == "dtype":
+            return find_dtype(text)
     raise DamagedError(f"expected a number, a string, null, bytes or a dtype of this torch, got {reprlib.repr(data)}")
 
 
@@ -202,31 +196,29 @@ class Place(NamedTuple):
         more = tuple(map(str, entries))
         return self._replace(slot=self.slot + more) if self.unit else self._replace(path=self.path + more)
 
-    def common_value(self, found: Mapping[str, Any]) -> Any:
-        """Return the JSON data that all of the unit's parameters have. Raises ValueError where they differ."""
-        (first, value), *others = found.items()
-        for name, other in others:
-            if repr(other) != repr(value):  # by repr, NaN equals NaN
-                raise ValueError(
-                    f"unit '{self.unit and self.unit.key}' of state '{'.'.join(self.path)}': expected one kind of state for "
-                    f"all of its parameters, got others for '{name}' than for '{first}'; choose units that do not mix them, as "
-                    "those that were saved; what fs.optim.decode_state returns of state in a codec loads with any units"
-                )
-        return value
+
+def common_value(found: Mapping[str, Any], where: str) -> Any:
+    """Return the value that all parameters of a unit have, by name. Raises ValueError where they differ."""
+    (first, value), *others = found.items()
+    for name, other in others:
+        if repr(other) != repr(value):  # by repr, NaN equals NaN
+            raise ValueError(
+                f"state '{where}': expected the same for '{first}' and '{name}', which are in one unit, got "
+                f"{reprlib.repr(value)} and {reprlib.repr(other)}; choose units that do not mix them, as those that were "
+                "saved; what fs.optim.decode_state returns of state in a codec loads with any units"
+            )
+    return value
 
 
 class Description:
     """The description of a state, or of the part of one at ``path``: its JSON, and its leaves with their values.
 
-    A template, `load`'s ``like``, may have containers that no file can name; ``units`` are the paths of the mappings in it that
-    are sharded, which are otherwise found by their values. Raises ValueError, naming the unit, for a slice of another length
-    than the spec's, and TypeError for a value that cannot be saved.
+    ``units`` are the paths of the mappings in a template that are sharded, which are otherwise found by their values. Raises
+    ValueError, naming the unit, for a slice of another length than the spec's, and TypeError for a value that cannot be saved.
     """
 
-    def __init__(
-        self, state: Any, spec: PartitionSpec, path: tuple[str, ...] = (), *, is_template: bool = False, units: Any = None
-    ) -> None:
-        self._spec, self._is_template, self._units = spec, is_template, units
+    def __init__(self, state: Any, spec: PartitionSpec, path: tuple[str, ...] = (), units: Any = None) -> None:
+        self._spec, self._units = spec, units
         self.leaves: list[Leaf] = []
         self.values: list[Any] = []
         self.containers: dict[str, str] = {}
@@ -243,7 +235,7 @@ class Description:
             self.leaves.append(leaf)
             return data
         kind, children, _ = container
-        if len(at.path) + len(at.slot) >= MAX_DEPTH and not self._is_template:
+        if len(at.path) + len(at.slot) >= MAX_DEPTH:
             raise ValueError(f"state '{at.where[:40]}...': expected at most {MAX_DEPTH} containers in each other, got more")
         of = {"of": sorted(value.numbers)} if isinstance(value, UnitState) else {}
         self.containers[at.where] = f"a container, {kind or 'of a class of its own'}" + (f" of {of['of']}" if of else "")
@@ -255,7 +247,7 @@ class Description:
         for entry, child in children:
             is_per_rank = isinstance(value, PowerSGD) and entry == "error"
             found = self._add(child, at.child(entry)._replace(layout="per rank" if is_per_rank else at.layout))
-            key = entry if kind in SEQUENCES else key_to_json(entry, at.where) if kind else str(entry)
+            key = entry if kind in SEQUENCES else plain_to_json(entry, at.where, is_key=True) if kind else str(entry)
             data.append(found if kind in SEQUENCES else [key, found])
         return {kind or "other": data, **of}
 
@@ -317,7 +309,7 @@ class Description:
         rest: list[Any] = []
         for key, child in children:
             if key not in keys:
-                rest.append([key_to_json(key, at.where), self._add(child, at.child(key))])
+                rest.append([plain_to_json(key, at.where, is_key=True), self._add(child, at.child(key))])
                 continue
             unit = self._spec.by_key[key]
             if isinstance(child, MatrixState):
@@ -463,7 +455,7 @@ class Template:
             if slots and all({MATRIX, FALLBACK} & {*slot} for slot in slots.values()):
                 out.append((unit.key, self._build_matrices(slots, unit, place, known)))
             elif slots:
-                out.append((unit.key, self._build(place.common_value(slots), place)))
+                out.append((unit.key, self._build(common_value(slots, place.where), place)))
         if unread:
             raise ValueError(
                 f"parameter '{min(unread)}' is in {where} of the checkpoint and not in the spec: expected the model that was "
@@ -493,12 +485,12 @@ class Template:
         others = [param for param in unit.params if FALLBACK in saved[param.name]]
         (step, *_), *_ = (content for one in saved.values() for content in one.values())
         if chosen:
-            data = at.common_value({param.name: saved[param.name][MATRIX][1] for param in chosen})
+            data = common_value({param.name: saved[param.name][MATRIX][1] for param in chosen}, at.where)
             slices = self._build(data, at._replace(params=chosen).child("slices"))
             places = {param.name: at._replace(params=(param,), layout="compact").child(FALLBACK) for param in others}
             fallback = {name: self._build(saved[name][FALLBACK][1], place) for name, place in places.items()}
         else:
-            slices, data = {}, at.common_value({param.name: saved[param.name][FALLBACK][1] for param in others})
+            slices, data = {}, common_value({param.name: saved[param.name][FALLBACK][1] for param in others}, at.where)
             fallback = {unit.key: self._build(data, at.child(FALLBACK))}
         owned = {p.name: self._build_owned(saved[p.name][MATRIX][2], known.by_name[p.name], known) for p in chosen}
         return MatrixState(self._build(step, at.child("step")), slices, owned, fallback)
