@@ -195,7 +195,8 @@ def last_checkpoint() -> Path | None:
 
 
 if found := last_checkpoint():
-    params, state, loop = (fs.checkpoint.load(found, spec, only=part) for part in ("params", "state", "loop"))
+    params, loop = (fs.checkpoint.load(found, spec, only=part) for part in ("params", "loop"))
+    state = fs.checkpoint.load(found, spec, only="state", like=state)
     first = line = loop["step"]
     batches.load_state_dict(loop["data"])  # the same batches, or an error
     if loop["ranks"] == world:

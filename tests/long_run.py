@@ -79,9 +79,9 @@ torch.manual_seed(1 + rank)
 first, stand_in = 0, (torch.zeros(1, SEQ, dtype=torch.long),) * 2 + (False,)
 args.folder.mkdir(exist_ok=True)
 if found := fs.checkpoint.latest(args.folder / "states", spec):
-    loaded = fs.checkpoint.load(found, spec)
-    params, state, first = loaded["params"], loaded["state"], loaded["step"]
-    torch.set_rng_state(loaded["own"]["random"])
+    params, first, own = (fs.checkpoint.load(found, spec, only=part) for part in ("params", "step", "own"))
+    state = fs.checkpoint.load(found, spec, only="state", like=state)
+    torch.set_rng_state(own["random"])
 kills = dict(map(int, kill.split(":")) for kill in args.kill.split(",") if kill)
 saving = None
 for step in range(first, args.steps):

@@ -263,7 +263,7 @@ def test_containers_of_the_callers_own_need_like(tmp_path: Path) -> None:
     spec = fs.policies.whole()(model)
     state = Own(fs.shard(model, spec), 5)
     checkpoint.save(tmp_path / "a", state, spec)
-    with pytest.raises(ValueError, match=r"container of the caller's own: expected like="):
+    with pytest.raises(ValueError, match=r"container of the caller's own, .*: expected like="):
         checkpoint.load(tmp_path / "a", spec)
     assert_same(checkpoint.load(tmp_path / "a", spec, like=Own(fs.shard(model, spec), 0)), state)
     assert_same(checkpoint.load(tmp_path / "a", spec, only="params"), state.params)
@@ -286,7 +286,7 @@ def _containers(rank: int, path: Path) -> None:
     model, spec = made("by_type", 1)
     state = containers(fs.shard(model, spec))
     checkpoint.save(path, state, spec)
-    with pytest.raises(ValueError, match=r"state 'seen': a container of the caller's own: expected like="):
+    with pytest.raises(ValueError, match=r"state 'seen': a container of the caller's own, .*: expected like="):
         checkpoint.load(path, spec)
     found = checkpoint.load(path, spec, like=state)
     for part in ("params", "opt"):

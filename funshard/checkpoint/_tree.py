@@ -27,8 +27,6 @@ from ..loss_scale import LossScale
 from ..optim._by_matrix import MatrixState
 from ..optim._checks import QuantizedSlice, is_slice
 from ..optim._compose import AccumulationState, EmaState, FiniteState, ScheduleState
-from ..optim._matrices import Matrices, matrices
-from ..optim._owners import Matrix
 from ._directory import DamagedError, dtype_name, find_dtype
 from ._leaves import COMMON, NUMBER, OWNED, PER_RANK, Box, Leaf, Names, ValueLeaf, piece_box, slice_leaf, whole_leaf
 
@@ -162,9 +160,8 @@ def per_rank(tree: Any) -> PerRank:
 
 # --- Describe a state ---
 
-MATRIX, FALLBACK = "matrix", "rest"
-"""The entries in files of a parameter's part of a `MatrixState`: of a matrix ``[step, slices, owned]``, else ``[step, state of
-the fallback optimizer]``: an entry for each parameter, whatever units and owners there are."""
+NEEDS_LIKE: dict[str, Any] = {"other": []}
+"""What a file has instead of a state whose structure, owners or blocks it does not know: `load` needs ``like=``."""
 
 
 class Place(NamedTuple):
@@ -271,10 +268,9 @@ class Description:
             shape = shape[1:] if shape and not len(value) else shape  # [0, *shape] on ranks that are not the owner
             stack = stack_dims(at.params[0], shape, dict(mesh.sizes))
             stored = join_shape(shape, stack, dict(mesh.sizes))
-            leaf = whole_leaf(OWNED, names, value, self._spec, stored, piece_box(shape, stack, self._spec))
-            return {"owned": [[*stored], described, is_accelerated]}, leaf
+            return NEEDS_LIKE, whole_leaf(OWNED, names, value, self._spec, stored, piece_box(shape, stack, self._spec))
         if at.layout == "blocks":
-            return self._describe_blocks(value, names, unit, at.where)
+            return NEEDS_LIKE, self._describe_blocks(value, names, unit, at.where)
         if not shape:
             return {"scalar": [described, is_accelerated]}, whole_leaf(NUMBER, names, value, self._spec, (), None, unit)
         is_encoded, is_compact = unit.is_encoded and dtype == torch.uint8, at.layout == "compact"
@@ -285,7 +281,7 @@ class Description:
             _raise_other_slice(unit.key, at.where, f"this rank's slice, [{length}] {dtype}, or a number", value)
         return {"slice": plain_to_json(leaf.dtype, "")}, leaf
 
-    def _describe_blocks(self, value: Tensor, names: Names, unit: Unit, where: str) -> tuple[Any, Leaf]:
+    def _describe_blocks(self, value: Tensor, names: Names, unit: Unit, where: str) -> Leaf:
         """Return the leaf of codes or scales, each of which stands for as many elements of the unit's slice in memory order."""
         numel, sizes = self._spec.shard_numel(unit), dict(self._spec.bound_mesh.sizes)
         block = numel // len(value) if value.dim() == 1 and len(value) and not numel % len(value) else 0
@@ -297,12 +293,9 @@ class Description:
                 f"unit '{unit.key}' of state '{where}' is in a codec, whose blocks follow each rank's piece over local axes: "
                 "expected what fs.optim.decode_state returns; fs.optim.encode_state encodes what load returns"
             )
-        dtype = plain_to_json(value.dtype, "")
-        if block == 1:
-            return {"slice": dtype}, slice_leaf(names, value.dtype, unit, self._spec)
-        orders = (".order" + "".join(map(str, p.order)) if p.permuted else "" for p in unit.params)
+        orders = (".order" + "".join(map(str, p.order)) if p.permuted and block > 1 else "" for p in unit.params)
         names = tuple(tuple(name + order for name in some) for some, order in zip(names, orders, strict=True))
-        return {"blocks": [dtype, block]}, slice_leaf(names, value.dtype, unit, self._spec, block=block)
+        return slice_leaf(names, value.dtype, unit, self._spec, block=block)
 
     def _add_units(self, children: Children, keys: frozenset[str], at: Place) -> dict[str, Any]:
         params: list[Any] = []
@@ -312,27 +305,21 @@ class Description:
                 rest.append([plain_to_json(key, at.where, is_key=True), self._add(child, at.child(key))])
                 continue
             unit = self._spec.by_key[key]
-            if isinstance(child, MatrixState):
-                slots = self._add_matrices(child, unit, at._replace(unit=unit))
-            else:
-                slots = dict.fromkeys((param.name for param in unit.params), self._add(child, at._replace(unit=unit)))
-            params += [[[*param.names], dtype_name(param.dtype), slots[param.name]] for param in unit.params]
+            place = at._replace(unit=unit)
+            slots = self._add_matrices(child, unit, place) if isinstance(child, MatrixState) else self._add(child, place)
+            params += [[[*param.names], dtype_name(param.dtype), slots] for param in unit.params]
         return {"whole": len(keys) == len(self._spec), "params": params, "rest": rest}
 
-    def _add_matrices(self, state: MatrixState, unit: Unit, at: Place) -> dict[str, Any]:
+    def _add_matrices(self, state: MatrixState, unit: Unit, at: Place) -> Any:
         params = {param.name: param for param in unit.params}
-        step = self._add(state.step, at.child("step"))
-        of_matrices = at._replace(params=tuple(params[name] for name in state.owned))
-        slices = self._add(state.slices, of_matrices.child("slices"))
-        out: dict[str, Any] = {}
+        self._add(state.step, at.child("step"))
+        self._add(state.slices, at._replace(params=tuple(params[name] for name in state.owned)).child("slices"))
         for name, slots in state.owned.items():
-            place = at._replace(params=(params[name],), layout="owned").child("owned")
-            out[name] = {MATRIX: [step, slices, self._add(slots, place)]}
+            self._add(slots, at._replace(params=(params[name],), layout="owned").child("owned"))
         for entry, child in state.fallback.items():
             of_entry = at._replace(params=(params[entry],), layout="compact") if entry in params else at
-            found = {FALLBACK: [step, self._add(child, of_entry.child(FALLBACK))]}
-            out |= {entry: found} if entry in params else dict.fromkeys(params, found)
-        return out
+            self._add(child, of_entry.child("rest"))
+        return NEEDS_LIKE
 
     def _unit_keys(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
         """Return the keys of units in a mapping that is sharded like them, or none.
@@ -378,15 +365,17 @@ class Template:
 
     def __init__(self, data: Any, spec: PartitionSpec, rank: int, ranks: int, path: tuple[str, ...]) -> None:
         self._spec, self._rank, self._ranks = spec, rank, ranks
-        self._sizes = dict(spec.bound_mesh.sizes)
         self.units: set[tuple[str, ...]] = set()
         """The paths of the mappings that are sharded."""
         self.state = self._build(data, Place(path))
 
     def _build(self, data: Any, at: Place) -> Any:
         (kind, content), *_ = data.items()
-        if kind == "other":
-            raise ValueError(f"state '{at.where}': a container of the caller's own: expected like=, a state of its structure")
+        if kind in ("other", "blocks"):  # the latter in older files
+            raise ValueError(
+                f"state '{at.where}': a container of the caller's own, or of an optimizer of matrices, or in a codec: expected "
+                "like=, a state of its structure, as init(params) is"
+            )
         if kind in READ_CLASSES:
             children = [(entry, self._build(child, at.child(entry))) for entry, child in file_entries(data)]
             return build_container(kind, data.get("of"), children)
@@ -407,39 +396,26 @@ class Template:
         return without_memory(shape, dtype, self._spec.bound_mesh.device if is_accelerated else None)
 
     def _build_in_unit(self, kind: str, content: Any, at: Place, unit: Unit) -> Tensor:
-        numel = self._spec.shard_numel(unit)
         if kind == "scalar":
             return self._empty((), plain_from_json(content[0]), content[1])
-        if kind == "blocks":
-            dtype, block = content
-            if unit.align % block:
-                raise ValueError(
-                    f"unit '{unit.key}' of state '{'.'.join(at.path)}': the checkpoint has it in blocks of {block} elements, "
-                    f"which start at multiples of that: expected a policy with P(align={block}), or a multiple of it, got "
-                    f"{unit.align}"
-                )
-            return self._empty((numel // block,), plain_from_json(dtype))
         if kind != "slice":
             raise DamagedError(f"expected a part of a unit's state, got {reprlib.repr(kind)}")
-        dtype = plain_from_json(content)
         if unit.is_encoded and not at.slot:
             numel, dtype = self._spec.stored(unit)
-        elif at.layout == "compact":
-            (numel,) = slice_leaf(at.names, dtype, unit, self._spec, params=at.params, is_compact=True).shape
-        return self._empty((numel,), dtype)
+            return self._empty((numel,), dtype)
+        return self._empty((self._spec.shard_numel(unit),), plain_from_json(content))
 
     def _build_units(self, content: Any, at: Place) -> Any:
         self.units.add(at.path)
         saved = {name: (names[0], dtype, slot) for names, dtype, slot in content["params"] for name in names}
         unread = every = {names[0] for names, _, _ in content["params"]}
         where = f"state '{at.where}'" if at.path else "the state"
-        entries = {p.name: next((saved[n] for n in p.names if n in saved), None) for unit in self._spec for p in unit.params}
-        known = self._find_matrices({name: entry[2] for name, entry in entries.items() if entry})
         out: Children = []
         for unit in self._spec:
+            entries = {p.name: next((saved[n] for n in p.names if n in saved), None) for p in unit.params}
             found = [(p, entry) for p in unit.params if (entry := entries[p.name]) is not None]
             if len(found) < len(unit.params) and (found or content["whole"]):
-                missing = next(p.name for p in unit.params if entries[p.name] is None)
+                missing = next(name for name, entry in entries.items() if entry is None)
                 raise ValueError(
                     f"parameter '{missing}' of unit '{unit.key}' is not in {where} of the checkpoint, which has {len(every)} "
                     f"parameters such as {sorted(every)[:3]}: expected the model that was saved"
@@ -451,10 +427,9 @@ class Template:
                         f"parameter '{param.name}': expected {dtype}, as the checkpoint has it, got {param.dtype} in the spec; "
                         "build the model in that dtype"
                     )
-            slots, place = {param.name: slot for param, (_, _, slot) in found}, at._replace(unit=unit)
-            if slots and all({MATRIX, FALLBACK} & {*slot} for slot in slots.values()):
-                out.append((unit.key, self._build_matrices(slots, unit, place, known)))
-            elif slots:
+            slots = {param.name: NEEDS_LIKE if {"matrix", "rest"} & {*slot} else slot for param, (_, _, slot) in found}
+            place = at._replace(unit=unit)
+            if found:
                 out.append((unit.key, self._build(common_value(slots, place.where), place)))
         if unread:
             raise ValueError(
@@ -463,47 +438,6 @@ class Template:
             )
         out += [(key, self._build(child, at.child(key))) for key, child in file_entries({"other": content["rest"]})]
         return build_container(content.get("kind", "dict"), content.get("of"), out)
-
-    def _find_matrices(self, saved: Mapping[str, Any]) -> Matrices:
-        """Return the matrices in JSON data by parameter name, with the owners that `matrices` chooses on the spec's mesh.
-
-        A stack stays in parts if all of its state has the dimensions of its batch first.
-        """
-
-        def has_parts(matrix: Matrix) -> bool:
-            entries = file_entries(saved[matrix.name][MATRIX][2])
-            stacked = global_shape(matrix.param, self._sizes)[:-2]
-            return all(tuple(child["owned"][0][: len(stacked)]) == stacked for _, child in entries)
-
-        known = matrices(self._spec, select=lambda name, param: MATRIX in saved.get(name, {}))
-        if all(has_parts(matrix) for matrix in known.chosen if matrix.stack):
-            return known
-        return matrices(self._spec, select=lambda name, param: name in known.by_name, gather_stacks=True)
-
-    def _build_matrices(self, saved: Mapping[str, Any], unit: Unit, at: Place, known: Matrices) -> MatrixState:
-        chosen = tuple(param for param in unit.params if MATRIX in saved[param.name])
-        others = [param for param in unit.params if FALLBACK in saved[param.name]]
-        (step, *_), *_ = (content for one in saved.values() for content in one.values())
-        if chosen:
-            data = common_value({param.name: saved[param.name][MATRIX][1] for param in chosen}, at.where)
-            slices = self._build(data, at._replace(params=chosen).child("slices"))
-            places = {param.name: at._replace(params=(param,), layout="compact").child(FALLBACK) for param in others}
-            fallback = {name: self._build(saved[name][FALLBACK][1], place) for name, place in places.items()}
-        else:
-            slices, data = {}, common_value({param.name: saved[param.name][FALLBACK][1] for param in others}, at.where)
-            fallback = {unit.key: self._build(data, at.child(FALLBACK))}
-        owned = {p.name: self._build_owned(saved[p.name][MATRIX][2], known.by_name[p.name], known) for p in chosen}
-        return MatrixState(self._build(step, at.child("step")), slices, owned, fallback)
-
-    def _build_owned(self, data: Any, matrix: Matrix, known: Matrices) -> dict[str, Tensor]:
-        out: dict[str, Tensor] = {}
-        for slot, child in file_entries(data):
-            (*shape,), dtype, is_accelerated = child["owned"]
-            for axis, dim in matrix.stack:
-                shape[dim] //= self._sizes[axis]
-            shape = shape if known._is_owner(matrix.name) else (0, *shape)
-            out[slot] = self._empty(shape, plain_from_json(dtype), is_accelerated)
-        return out
 
 
 def without_memory(shape: Iterable[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
