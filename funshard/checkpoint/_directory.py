@@ -336,7 +336,8 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
     others = [path for path in directory.iterdir() if str(path) not in old] if directory.is_dir() else []
     for path in (*old.values(), *others):
         with contextlib.suppress(OSError):  # another process writes there or cleans too, or the user may not
-            left, is_old = _list_left(path), str(path) in old
+            is_old = str(path) in old
+            left = [file for file in path.iterdir() if LEFT_NAME.fullmatch(file.name)] if is_directory(path) else []
             if (is_old or any(file.name != METADATA for file in left)) and not has_manifest(path):
                 with _lock(path):
                     files = path.iterdir() if is_old else left
@@ -346,10 +347,6 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
                     remove(path)
                     removed.append(path)
     return removed
-
-
-def _list_left(path: AnyPath) -> list[AnyPath]:
-    return [file for file in path.iterdir() if LEFT_NAME.fullmatch(file.name)] if is_directory(path) else []
 
 
 @contextlib.contextmanager
@@ -413,8 +410,7 @@ class Target:
             flush(self.path)
         except OSError as error:
             raise SavedError(
-                f"{self.path} is there and whole, but the flush of its directory failed, so that it may be gone after a power "
-                f"failure: {error}"
+                f"{self.path} is there and whole, but the flush of its directory failed: a power failure may lose it: {error}"
             ) from error
         finally:
             with contextlib.suppress(OSError):
@@ -445,7 +441,6 @@ def _check_free(path: AnyPath) -> str:
     is_left = is_directory(path) and all(LEFT_NAME.fullmatch(file.name) for file in path.iterdir())
     if found or not (is_left or not (os.path.lexists(path) or path.exists())):
         raise FileExistsError(
-            f"{path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint "
-            "that is whole is never written over"
+            f"{path}: expected a path where nothing is, such as one with the number of the step; no whole one is written over"
         )
     return ""

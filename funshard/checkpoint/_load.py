@@ -160,8 +160,7 @@ class _Loader:
                 text = f"{directory}: the state in its file '{MANIFEST}' is damaged: {type(error).__name__}: {error}"
                 raise CheckpointError(text) from error
         elif like is None:  # another program's state_dict
-            stored = {unit.key: spec.stored(unit) for unit in spec}
-            like, units = {key: without_memory((n,), dtype) for key, (n, dtype) in stored.items()}, {path}
+            like, units = {unit.key: without_memory(*spec.stored(unit)) for unit in spec}, {path}
         self._like, leaves = like, Description(like, spec, path, units).leaves
         self._values = [_find_value(leaf, saved) if isinstance(leaf, ValueLeaf) else None for leaf in leaves]
         self._leaves = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, ValueLeaf)}

@@ -165,8 +165,7 @@ def _states_by_name(
     if missing := units.keys() - known - states.keys():
         name = min(missing)
         raise ValueError(
-            f"parameter '{name}' of unit '{units[name]}' has no state and is in no group: expected it in the state_dict of the "
-            "optimizer"
+            f"parameter '{name}' of unit '{units[name]}' has no state and is in no group: expected it in the state_dict"
         )
     for name, slots in states.items():
         if slots and name not in units:
@@ -176,8 +175,7 @@ def _states_by_name(
             states[name] = slots = {**slots, "step": 1}
         if {*slots} != wanted:
             raise ValueError(
-                f"parameter '{name}': expected a state of {sorted(wanted)}, got {sorted(slots)}; is it of another optimizer, "
-                "or of other options?"
+                f"parameter '{name}': expected a state of {sorted(wanted)}, got {sorted(slots)}; is it another optimizer's?"
             )
     return {name: slots for name, slots in states.items() if slots}
 
@@ -217,7 +215,5 @@ def _describe(state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec) ->
         )
     refuse_encoded(state)
     if others := [key for key in state if key not in spec.by_key]:
-        raise ValueError(
-            f"unit '{others[0]}' is not in the spec: expected some of {[*spec.by_key][:8]}; is the state another's?"
-        )
+        raise ValueError(f"unit '{others[0]}' is not in the spec: expected some of {[*spec.by_key][:8]}")
     return Description(state, spec, units={()})

@@ -162,7 +162,10 @@ class Ranks:
             found = exchange(f"funshard/checkpoint/{axis.name}", axis.rank or 0, axis.size, rows, list, 2 * timeout)
             rows = [row for some in found for row in some]
         calls, digests, names = zip(*rows, strict=True)
-        _check_calls(calls)
+        for name, first in calls[0].items():
+            if other := next((rank for rank, each in enumerate(calls) if each.get(name) != first), 0):
+                got = f"got on rank 0 {first!r}, on rank {other} {calls[other].get(name)!r}"
+                raise ValueError(f"{calls[0]['function']}: expected one {name} on all ranks, {got}")
         if any(digest != digests[0] for digest in digests):
             check_ranks_agree(spec)
         self.name = names[0][:12]
@@ -237,15 +240,6 @@ def connect_ranks(spec: PartitionSpec, where: str, timeout: float, **options: ob
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
     check_spans_world(spec.bound_mesh, where)
     return Ranks(spec, timeout, {"function": where, **options})
-
-
-def _check_calls(calls: tuple[Mapping[str, Any], ...]) -> None:
-    for name, first in calls[0].items():
-        if other := next((rank for rank, call in enumerate(calls) if call.get(name) != first), 0):
-            raise ValueError(
-                f"{calls[0]['function']}: expected one {name} on all ranks, got on rank 0 {first!r}, on rank {other} "
-                f"{calls[other].get(name)!r}"
-            )
 
 
 def _error_text(error: Exception) -> tuple[str, str]:

@@ -285,9 +285,7 @@ def _open_file(path: Path) -> list[_FileTensor]:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: expected this file, which the index names, got none") from None
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: damaged, cut short, or no file of safetensors: {type(error).__name__}: {error}"
-        ) from error
+        raise CheckpointError(f"{path}: damaged, cut short, or no file of safetensors: {error!r}") from error
     return out
 
 
@@ -383,13 +381,11 @@ def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: Partitio
         if others:
             names = f"'{tensor.name}' and '{others[0].name}'"
             raise ValueError(f"{where}: expected one of its names, got {names}; leave one out, by a rename= that gives None")
-        if tensor.shape != shape:
-            hint = describe_pieces(param, sizes)
-            raise ValueError(f"{where}: expected shape {list(shape)}, got {list(tensor.shape)} in {tensor.file}{hint}")
-        floats = tensor.dtype.is_floating_point and param.dtype.is_floating_point
-        if tensor.dtype != param.dtype and not (cast and floats):
-            hint = "; cast=True converts it" if floats else ""
-            raise ValueError(f"{where}: expected {param.dtype}, got {tensor.dtype} in {tensor.file}{hint}")
+        is_castable = tensor.shape == shape and tensor.dtype.is_floating_point and param.dtype.is_floating_point
+        if (tensor.shape, tensor.dtype) != (shape, param.dtype) and not (cast and is_castable):
+            got = f"{list(tensor.shape)} {tensor.dtype} in {tensor.file}"
+            hint = "; cast=True converts it" if is_castable else describe_pieces(param, sizes)
+            raise ValueError(f"{where}: expected {list(shape)} {param.dtype}, got {got}{hint}")
     for name in stored:
         if name not in spec.by_name and name not in spec.ignored:
             raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -137,13 +136,11 @@ def save(
         if asynchronous:
             with phase("checkpoint copy"):
                 writer.stage()
-        return (summary, writer, place), summary.message()
+        return (summary, writer, place), (summary.common, summary.per_rank, summary.replicas)
 
     with undo:
-        (summary, writer, place), per_rank = ranks.decide(begin, _compare_messages, "checkpoint.save")
-        if per_rank is None:
-            ranks.decide(lambda: (None, summary.common), _raise_difference, "checkpoint.save")
-        tree = summary.fill_tree(per_rank or [])
+        (summary, writer, place), per_rank = ranks.decide(begin, _compare_states, "checkpoint.save")
+        tree = summary.fill_tree(per_rank)
         file = target / f"__{ranks.rank}_0_{ranks.name}.distcp"
         undo_write = undo.pop_all()
 
@@ -178,9 +175,10 @@ class _StateSummary:
         """The ranges of stored tensors that this rank holds, and their elements."""
         self.common = dict(self._tree.containers)
         """A text for each name that must be equal on all ranks."""
-        self._replicas: dict[tuple[str, str, int], int] = {}
+        self.replicas: dict[tuple[str, str, int], int] = {}
         """A digest of each slice that several ranks hold, by the unit's key, the slice's name and its number."""
-        self._per_rank = [leaf for leaf in self._tree.leaves if isinstance(leaf, ValueLeaf) and leaf.is_per_rank]
+        self.per_rank: dict[str, Any] = {}
+        """The plain values that are this rank's own, by name."""
         with torch.no_grad():
             for leaf, value in zip(self._tree.leaves, self._tree.values, strict=True):
                 self._add(leaf, value, ranks)
@@ -188,21 +186,18 @@ class _StateSummary:
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"state '{twice[0]}': two of its leaves have this name: expected names without such dots")
 
-    def message(self) -> tuple[str, list[Any], dict[tuple[str, str, int], int]]:
-        """Return a digest of what is common, the values that are this rank's own, and the replicas."""
-        digest = hashlib.sha256(json.dumps(self.common).encode()).hexdigest()
-        return digest, [leaf.data["values"][0] for leaf in self._per_rank], self._replicas
-
-    def fill_tree(self, per_rank: list[list[Any]]) -> Any:
+    def fill_tree(self, per_rank: list[dict[str, Any]]) -> Any:
         """Return the JSON tree of the state, with the values that are each rank's own, by rank."""
-        for i, leaf in enumerate(self._per_rank):
-            leaf.data["values"] = [values[i] for values in per_rank]
+        for leaf in self._tree.leaves:
+            if isinstance(leaf, ValueLeaf) and leaf.is_per_rank:
+                leaf.data["values"] = [values[leaf.names[0][0]] for values in per_rank]
         return self._tree.json
 
     def _add(self, leaf: Leaf, value: Any, ranks: Ranks) -> None:
         name = leaf.names[0][0]
         if isinstance(leaf, ValueLeaf):
             self.common[name] = "each rank's own, no tensor" if leaf.is_per_rank else json.dumps(leaf.data["value"])
+            self.per_rank |= {name: leaf.data["values"][0]} if leaf.is_per_rank else {}
             return
         check_storable(value, f"state '{name}'")
         text = f"{leaf.kind}, {list(leaf.shapes[0])} {leaf.dtype}"
@@ -215,18 +210,24 @@ class _StateSummary:
             mesh = self._spec.bound_mesh
             index, slices = rank_along(leaf.unit.distinct_axes, mesh, rank_coords(mesh, None))
             if slices < ranks.size:
-                self._replicas[leaf.unit.key, name, index] = int(hash_bits(value.detach()))
+                self.replicas[leaf.unit.key, name, index] = int(hash_bits(value.detach()))
         elif leaf.kind in (NUMBER, COMMON):
             text += f" of digest {int(hash_bits(value.detach())):x}"
         self.common[name] = text
         self.ranges.extend(leaf.divide(value))
 
 
-def _compare_messages(found: list[tuple[Any, ...]]) -> list[list[Any]] | None:
-    """Return the values that are each rank's own, by rank, or None if the states differ."""
-    digests, per_rank, replicas = zip(*found, strict=True)
-    if any(digest != digests[0] for digest in digests):
-        return None
+def _compare_states(found: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Return the values that are each rank's own, by rank. Raises ValueError where the states of ranks differ."""
+    every, per_rank, replicas = zip(*found, strict=True)
+    for name in dict.fromkeys(name for one in every for name in one) if any(one != every[0] for one in every) else ():
+        texts = [one.get(name, "nothing") for one in every]
+        if rank := next((rank for rank, text in enumerate(texts) if text != texts[0]), 0):
+            raise ValueError(
+                f"state '{name}': expected the same on all ranks, got on rank 0 {texts[0]}, on rank {rank} {texts[rank]}; wrap "
+                "what is each rank's own in checkpoint.per_rank, with one structure and shape on all or as a string "
+                "(json.dumps), and save what is sharded by another spec with that"
+            )
     seen: dict[tuple[str, str, int], tuple[int, int]] = {}
     for rank, slices in enumerate(replicas):
         for at, digest in slices.items():
@@ -237,17 +238,6 @@ def _compare_messages(found: list[tuple[Any, ...]]) -> list[list[Any]] | None:
                     f"than on rank {other}; average them first, as by fs.averaging.average"
                 )
     return [*per_rank]
-
-
-def _raise_difference(every: list[dict[str, str]]) -> None:
-    for name in dict.fromkeys(name for one in every for name in one):
-        texts = [one.get(name, "nothing") for one in every]
-        if rank := next((rank for rank, text in enumerate(texts) if text != texts[0]), 0):
-            raise ValueError(
-                f"state '{name}': expected the same on all ranks, got on rank 0 {texts[0]}, on rank {rank} {texts[rank]}; wrap "
-                "what is each rank's own in checkpoint.per_rank, with one structure and shape on all or as a string "
-                "(json.dumps), and save what is sharded by another spec with that"
-            )
 
 
 # --- Write this rank's boxes ---

@@ -6,7 +6,7 @@ import base64
 import contextlib
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -348,8 +348,7 @@ class Description:
 
 def _raise_other_slice(key: str, where: str, expected: str, found: Tensor) -> NoReturn:
     raise ValueError(
-        f"unit '{key}' of state '{where}': expected {expected}, got {list(found.shape)} {found.dtype}; was it made "
-        "with another spec or mesh?"
+        f"unit '{key}' of state '{where}': expected {expected}, got {list(found.shape)} {found.dtype}; is it of another spec?"
     )
 
 
@@ -381,29 +380,18 @@ class Template:
             return build_container(kind, data.get("of"), children)
         if kind == "value":
             return plain_from_json(content)
-        if at.unit is not None:
-            return self._build_in_unit(kind, content, at, at.unit)
-        if kind == "units":
+        unit = at.unit
+        if kind == "units" and unit is None:
             return self._build_units(content, at)
-        if kind == "values":
+        if kind == "values" and unit is None:
             check_rank_count(at.where, len(content), self._ranks)
             return PerRank(plain_from_json(content[self._rank]))
-        shape, dtype, is_accelerated, is_per_rank, _ = content
-        tensor = self._empty(shape, plain_from_json(dtype), is_accelerated)
+        if kind == "slice" and unit:
+            own = self._spec.stored(unit) if unit.is_encoded and not at.slot else None
+            return without_memory(*(own or (self._spec.shard_numel(unit), plain_from_json(content))))
+        shape, dtype, is_accelerated, is_per_rank = ((), *content, False) if kind == "scalar" else content[:4]
+        tensor = without_memory(shape, plain_from_json(dtype), self._spec.bound_mesh.device if is_accelerated else None)
         return PerRank(tensor) if is_per_rank else tensor
-
-    def _empty(self, shape: Iterable[int], dtype: torch.dtype, is_accelerated: bool = False) -> Tensor:
-        return without_memory(shape, dtype, self._spec.bound_mesh.device if is_accelerated else None)
-
-    def _build_in_unit(self, kind: str, content: Any, at: Place, unit: Unit) -> Tensor:
-        if kind == "scalar":
-            return self._empty((), plain_from_json(content[0]), content[1])
-        if kind != "slice":
-            raise DamagedError(f"expected a part of a unit's state, got {reprlib.repr(kind)}")
-        if unit.is_encoded and not at.slot:
-            numel, dtype = self._spec.stored(unit)
-            return self._empty((numel,), dtype)
-        return self._empty((self._spec.shard_numel(unit),), plain_from_json(content))
 
     def _build_units(self, content: Any, at: Place) -> Any:
         self.units.add(at.path)
@@ -433,24 +421,22 @@ class Template:
                 out.append((unit.key, self._build(common_value(slots, place.where), place)))
         if unread:
             raise ValueError(
-                f"parameter '{min(unread)}' is in {where} of the checkpoint and not in the spec: expected the model that was "
-                "saved"
+                f"parameter '{min(unread)}' is in {where} of the checkpoint and not in the spec: expected the model of the save"
             )
         out += [(key, self._build(child, at.child(key))) for key, child in file_entries({"other": content["rest"]})]
         return build_container(content.get("kind", "dict"), content.get("of"), out)
 
 
-def without_memory(shape: Iterable[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return a tensor of any shape that has memory for one element."""
-    return torch.empty((), dtype=dtype, device=device or "cpu").expand(tuple(shape))
+def without_memory(shape: Any, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return a tensor of a shape, or of so many elements, that has memory for one."""
+    return torch.empty((), dtype=dtype, device=device or "cpu").expand(shape)
 
 
 def check_rank_count(name: str, saved: int, ranks: int) -> None:
     """Check that a per-rank part was saved by this number of ranks. Raises ValueError otherwise."""
     if saved != ranks:
         raise ValueError(
-            f"state '{name}' is each rank's own, saved by {saved} ranks: expected as many, got {ranks}; leave it out, by only= "
-            "or like="
+            f"state '{name}' is each rank's own, saved by {saved} ranks: expected as many, got {ranks}; only= leaves it out"
         )
 
 
