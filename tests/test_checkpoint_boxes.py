@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import funshard as fs
 from funshard import P, _torch
 from funshard.checkpoint import _leaves as box_file
-from funshard.checkpoint._dcp import WrittenBox, pack_index, write_record
 from funshard.checkpoint._directory import PIECE_BYTES, checksum
 from funshard.checkpoint._leaves import (
     Box,
@@ -31,7 +30,7 @@ from funshard.checkpoint._leaves import (
     slice_leaf,
 )  # fmt: skip
 from funshard.checkpoint._load import plan_reads
-from funshard.checkpoint._save import RangeWriter
+from funshard.checkpoint._save import RangeWriter, WrittenBox, pack_index, write_record
 from funshard.checkpoint._tree import Description
 from funshard.collectives import ProcessAxis
 

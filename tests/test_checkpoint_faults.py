@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _dcp, _save
+from funshard.checkpoint import CheckpointError, _save
 from funshard.checkpoint import _directory as staging
 from funshard.checkpoint import _load as reader
 from funshard.checkpoint import _save as writer
@@ -603,7 +603,7 @@ def _lost(rank: int, size: int, port: str, path: str, out: Any, where: str) -> N
     dist.init_process_group("gloo", rank=rank, world_size=size)
     write(rank, f"{path}/1")
     if rank == 1:
-        of, name = (_save.RangeWriter, "write") if where == "plan" else (_dcp, "write_record")
+        of, name = (_save.RangeWriter, "write") if where == "plan" else (_save, "write_record")
         setattr(of, name, lambda *_: os._exit(9))
     model, spec = made()
     try:

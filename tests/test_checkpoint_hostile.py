@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _dcp, _leaves
+from funshard.checkpoint import CheckpointError, _leaves, _save
 from funshard.checkpoint import _directory as staging
 from funshard.checkpoint._directory import checksum
 
@@ -298,9 +298,9 @@ def test_an_index_that_lies_is_refused(tmp_path: Path, saved_once: Path, name: s
 
 def test_from_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of torch's trainers and of funshard 0.2: a few tensors at a time, with the state as it was, or nothing is there."""
-    loads, load = [], _dcp.load
-    monkeypatch.setattr(_dcp, "load", lambda tensors, **options: loads.append(len(tensors)) or load(tensors, **options))
-    monkeypatch.setattr(_dcp, "_LOADED_BYTES", 64)
+    loads, load = [], _save.load
+    monkeypatch.setattr(_save, "load", lambda tensors, **options: loads.append(len(tensors)) or load(tensors, **options))
+    monkeypatch.setattr(_save, "_LOADED_BYTES", 64)
     monkeypatch.setattr(_leaves, "MAX_BOX_BYTES", 32)
     model, spec = made()
     theirs(tmp_path / "theirs")

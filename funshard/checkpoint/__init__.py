@@ -1,12 +1,11 @@
 """Checkpoints: a sharded state saved in pieces that others read, whole or not at all, and loaded on any other mesh."""
 
 from .._gone import raise_gone
-from ._dcp import from_dcp
 from ._directory import CheckpointError, clean
 from ._load import latest, load
 from ._optimizer_state_dict import from_optimizer_state_dict, optimizer_state_dict
 from ._safetensors import export, read_safetensors
-from ._save import save
+from ._save import from_dcp, save
 from ._tree import per_rank
 
 __all__ = [
