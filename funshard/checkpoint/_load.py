@@ -22,16 +22,7 @@ from . import _directory
 from ._directory import MANIFEST, AnyPath, CheckpointError, DamagedError, Manifest, checksum, open_path
 from ._leaves import MAX_DIMS, PER_RANK, Box, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
 from ._ranks import TIMEOUT, Ranks, connect_ranks
-from ._tree import (
-    Description,
-    Template,
-    check_rank_count,
-    common_value,
-    iter_plain_values,
-    rebuild,
-    select_part,
-    without_memory,
-)
+from ._tree import Description, Template, check_rank_count, find_value, iter_plain_values, rebuild, select_part, without_memory
 
 
 def load(
@@ -162,7 +153,7 @@ class _Loader:
         elif like is None:  # another program's state_dict
             like, units = {unit.key: without_memory(*spec.stored(unit)) for unit in spec}, {path}
         self._like, leaves = like, Description(like, spec, path, units).leaves
-        self._values = [_find_value(leaf, saved) if isinstance(leaf, ValueLeaf) else None for leaf in leaves]
+        self._values = [find_value(leaf, saved) if isinstance(leaf, ValueLeaf) else None for leaf in leaves]
         self._leaves = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, ValueLeaf)}
         for leaf in self._leaves.values():
             self._check(leaf)
@@ -244,16 +235,6 @@ class _Loader:
             values = memory.view(dtype).view(box.sizes)
             for part, target in reads:
                 target.copy_(values[part])
-
-
-def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
-    values: dict[str, Any] = {}
-    for own, *aliases in leaf.names:
-        found = [saved[name] for name in (own, *aliases) if name in saved]
-        if not found:
-            raise ValueError(f"state '{own}' is no plain value in the checkpoint: expected like= without it")
-        values[own] = found[0]
-    return common_value(values, leaf.names[0][0])
 
 
 # --- The index of the tensors in the files ---

@@ -98,11 +98,7 @@ def optimizer_state_dict(
 
 
 def from_optimizer_state_dict(
-    found: Mapping[str, Any],
-    spec: PartitionSpec,
-    init_state: Mapping[str, Mapping[str, Tensor]],
-    *,
-    timeout: float = TIMEOUT,
+    found: Mapping[str, Any], spec: PartitionSpec, init_state: Mapping[str, Mapping[str, Tensor]], *, timeout: float = TIMEOUT
 ) -> State:
     """Return the state of `optim.from_torch` for a state_dict of a torch optimizer. Inverse of `optimizer_state_dict`.
 

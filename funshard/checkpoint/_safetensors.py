@@ -117,7 +117,7 @@ def export(
             raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
         if wrong := next((key for key, value in header.items() if not isinstance(value, str)), None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"metadata '{wrong}': expected a string, got {type(header[wrong]).__name__}")
-        return _find_names(params, spec, dtype, buffers or {}, rename or str)
+        return _find_names(params, spec, dtype, dict(buffers or {}), rename or str)
 
     names = ranks.run(plan, "checkpoint.export")
     if has_peers(spec.bound_mesh):
@@ -213,11 +213,7 @@ def _check_target(target: Path) -> None:
 
 
 def _find_names(
-    params: Mapping[str, Tensor],
-    spec: PartitionSpec,
-    dtype: torch.dtype | None,
-    buffers: Mapping[str, Tensor],
-    rename: Callable[[str], str],
+    params: Mapping[str, Tensor], spec: PartitionSpec, dtype: torch.dtype | None, buffers: Params, rename: Callable[[str], str]
 ) -> dict[str, str]:
     """Return the names in the files by the names in the model. Raises an error for what the files cannot hold."""
     seen: dict[str, str] = {}

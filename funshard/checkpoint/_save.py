@@ -86,12 +86,7 @@ def _print_unclaimed_errors() -> None:
 
 
 def save(
-    path: str | os.PathLike[str],
-    state: Any,
-    spec: PartitionSpec,
-    *,
-    asynchronous: bool = False,
-    timeout: float = TIMEOUT,
+    path: str | os.PathLike[str], state: Any, spec: PartitionSpec, *, asynchronous: bool = False, timeout: float = TIMEOUT
 ) -> Saving:
     """Write a state to the directory ``path``, by all ranks of the spec's mesh in parallel, each byte once.
 

@@ -465,3 +465,14 @@ def iter_plain_values(data: Any, rank: int, path: tuple[str, ...] = ()) -> Itera
         yield ".".join(path), plain_from_json(content[rank])
     for entry, child in file_entries(data):
         yield from iter_plain_values(child, rank, (*path, str(entry)))
+
+
+def find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
+    """Return the plain value of a leaf, of those in a file by name: one for all parameters of a unit."""
+    values: dict[str, Any] = {}
+    for own, *aliases in leaf.names:
+        found = [saved[name] for name in (own, *aliases) if name in saved]
+        if not found:
+            raise ValueError(f"state '{own}' is no plain value in the checkpoint: expected like= without it")
+        values[own] = found[0]
+    return common_value(values, leaf.names[0][0])
