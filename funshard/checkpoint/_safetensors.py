@@ -19,7 +19,7 @@ from .._core.spec import PartitionSpec
 from .._core.unit import Unit, global_shape
 from .._sharding.full import find_result_dtype, stream_full
 from .._spec.local import describe_pieces
-from .._torch.tracing import LOGGER, phase
+from .._torch.tracing import LOGGER
 from .._wire.host import check_host_resident
 from ..collectives._agree import check_ranks_agree
 from ..collectives._world import has_peers
@@ -130,8 +130,7 @@ def export(
     try:
         with torch.no_grad():
             for unit in spec:
-                with phase("gather", unit.key):
-                    full = _gather(params, unit, spec, dtype)
+                full = _gather(params, unit, spec, dtype)
                 ranks.run_on_first(lambda full=full: writer.add(full), "checkpoint.export")
                 del full  # before the next unit is gathered
             extra = _unsharded_tensors(params, spec, buffers or {})
