@@ -78,25 +78,34 @@ class OffloadBatch:
     """The host buffers of one run of a unit or function, held by autograd's graph, as is the previous batch if any."""
 
     def __init__(self, previous: OffloadBatch | None) -> None:
-        self.bytes, self.is_read = 0, False
+        self.bytes, self.is_open, self._is_read = 0, True, False
         self.buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
-        self.previous = weakref.ref(previous or self)
+        self._previous = weakref.ref(previous or self)
+
+    def _previous_buffers(self) -> set[HostBuffer]:
+        previous = self._previous()
+        return set(previous.buffers if previous else ())
+
+    def close(self) -> None:
+        """Complete this batch, and free the device memory of the one before it."""
+        if self.is_open:
+            self.is_open = False
+            for buffer in self._previous_buffers().difference(self.buffers):
+                buffer.free_device_memory()
 
     def read(self) -> None:
         """Start to copy back all buffers of this batch, which backward has reached, and those of the previous one."""
-        if not self.is_read:
-            self.is_read = True
-            previous = self.previous()
-            for buffer in (*self.buffers, *(previous.buffers if previous else ())):
+        if not self._is_read:
+            self._is_read = True
+            for buffer in (*self.buffers, *self._previous_buffers()):
                 buffer.prefetch()
 
 
 class OffloadQueue(threading.local):
-    """This thread's batches in the order of forward, of which the last may be open; and its host buffers by their storages."""
+    """This thread's last batch, which may be open; and its host buffers by their storages."""
 
     def __init__(self) -> None:
         self._latest: OffloadBatch | None = None
-        self._is_open = False
         self._buffers: weakref.WeakValueDictionary[tuple[Any, ...], HostBuffer] = weakref.WeakValueDictionary()
 
     def add(self, source: Tensor, target: OffloadTarget) -> tuple[HostBuffer, OffloadBatch]:
@@ -107,43 +116,22 @@ class OffloadQueue(threading.local):
             with torch.no_grad():
                 flat = source.detach().as_strided((numel,), (1,), 0)
                 buffer = self._buffers[key] = HostBuffer(flat, target.host or torch.device("cpu"))
-        if not self._is_open or self._latest is None:
-            self._latest, self._is_open = OffloadBatch(self._latest), True
         batch = self._latest
+        if batch is None or not batch.is_open:
+            batch = self._latest = OffloadBatch(batch)
         batch.buffers.add(buffer)
         batch.bytes += numel * source.itemsize
         if batch.bytes >= target.batch_bytes:
-            self.close_batch()
+            batch.close()
         return buffer, batch
 
     def close_batch(self) -> None:
-        """Complete the open batch, and free the device memory of the one before it."""
-        if self._is_open and self._latest is not None:
-            self._is_open = False
-            previous = self._latest.previous()
-            for buffer in set(previous.buffers if previous else ()).difference(self._latest.buffers):
-                buffer.free_device_memory()
+        """Complete the open batch."""
+        if self._latest is not None:
+            self._latest.close()
 
 
 _QUEUE = OffloadQueue()
-
-
-@dataclass(frozen=True)
-class OffloadedTensor:
-    """A saved tensor's place on the host, which autograd keeps instead of the tensor. Calling it returns the tensor."""
-
-    buffer: HostBuffer
-    batch: OffloadBatch
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def __call__(self) -> Tensor:
-        """Return the tensor on the device; RuntimeError if it was changed in place since it was saved."""
-        _torch.unpack_versioned((self.buffer.counter, self.buffer.version), self.shape)
-        with _torch.below_transforms():
-            self.batch.read()
-            return self.buffer.wait().as_strided(self.shape, self.stride, self.offset)
 
 
 # --- offload ---
@@ -269,7 +257,15 @@ class OffloadHooks(SavedTensorHooks):
         if self.target is None or not is_kept or not self._is_moved(tensor, self.target):
             return packed
         buffer, batch = _QUEUE.add(tensor, self.target)
-        return OffloadedTensor(buffer, batch, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+        def restore() -> Tensor:
+            _torch.unpack_versioned((buffer.counter, buffer.version), shape)
+            with _torch.below_transforms():
+                batch.read()
+                return buffer.wait().as_strided(shape, stride, offset)
+
+        return restore
 
     def _is_moved(self, tensor: Tensor, target: OffloadTarget) -> bool:
         if not _is_flat_copyable(tensor) or _torch.is_in_forward_ad() or _torch.is_leaf_view(tensor):
@@ -289,21 +285,18 @@ Restorable = dict[int, RestorableBuffer] | None
 DEFAULT_OFFLOAD = OffloadTarget()
 
 
-class ActivationOffload:
-    """The modules of a call that offload what they save, and the tensors that the call holds anyway and that stay."""
+class CallOffload(OffloadHooks):
+    """The hooks of a call, and of its modules: those at the paths ``own`` offload, others in them do as ``around`` the call."""
 
-    def __init__(self, own: frozenset[str], around: OffloadHooks | None, params: Mapping[str, Tensor]) -> None:
-        self._own, self._around, self._held = own, around, _storage_ids(params.values())
+    def __init__(
+        self, own: frozenset[str], around: OffloadTarget | None, target: OffloadTarget | None, held: Iterable[set[int]]
+    ) -> None:
+        super().__init__({}, target, held)
+        self._own, self._around = own, around
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Leave these tensors where they are for the length of the call."""
-        self._held |= _storage_ids(tensors)
-
-    def hooks(self, path: str, restorable: Restorable) -> OffloadHooks:
-        """Return the saved-tensor hooks for a run of the module at this path."""
-        around = self._around
-        target = DEFAULT_OFFLOAD if path in self._own else around.target if around else None
-        return OffloadHooks({} if restorable is None else restorable, target, (*(around.held if around else ()), self._held))
+        self.held[-1].update(_storage_ids(tensors))
 
     def forwards(
         self, modules: Mapping[str, nn.Module], root: str, paths: Iterable[str], restorable: Restorable
@@ -311,39 +304,41 @@ class ActivationOffload:
         """Yield the forward of each of these modules but the root, with the hooks around it."""
         for path in paths:
             if path in modules and path != root and any(is_within(path, own) for own in self._own):
-                yield modules[path], "forward", self._wrap_forward(path, modules[path], restorable)
+                target = DEFAULT_OFFLOAD if path in self._own else self._around
+                yield modules[path], "forward", self._wrap_forward(modules[path], restorable, target)
 
-    def _wrap_forward(self, path: str, module: nn.Module, restorable: Restorable) -> Callable[..., Any]:
-        forward = module.forward
+    def _wrap_forward(self, module: nn.Module, restorable: Restorable, target: OffloadTarget | None) -> Callable[..., Any]:
+        forward, buffers = module.forward, {} if restorable is None else restorable
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return self.hooks(path, restorable).run(forward, module.buffers(), args, kwargs)
+            return OffloadHooks(buffers, target, self.held).run(forward, module.buffers(), args, kwargs)
 
         return run
 
 
 def choose_offload(
     params: Mapping[str, Tensor], spec: PartitionSpec, outer: Callable[..., object] | None, *, is_inner: bool
-) -> ActivationOffload | None:
+) -> CallOffload | None:
     """Return what a call offloads, None for nothing. ``outer`` packs what is saved around the call.
 
     In a call ``is_inner`` to another, which backward runs, it soon reads what is saved.
     """
-    own, around = spec._compute_once(_offloaded_paths), find_hooks(outer)
-    around = around if isinstance(around, OffloadHooks) else None
+    hooks, own = find_hooks(outer), spec._compute_once(_offloaded_paths)
+    around, held = (hooks.target, hooks.held) if isinstance(hooks, OffloadHooks) else (None, ())
     if not (own or around) or not can_offload():
         return None
-    return ActivationOffload(own - {""} if is_inner else own, around, params)
+    target = DEFAULT_OFFLOAD if "" in own and not is_inner else around
+    return CallOffload(own - {""} if is_inner else own, around, target, (*held, _storage_ids(params.values())))
 
 
 def _offloaded_paths(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(path for path, p in spec.by_path.items() if "activations" in p.offloads)
 
 
-def choose_hooks(restorable: Restorable, offload: ActivationOffload | None) -> SavedTensorHooks | None:
+def choose_hooks(restorable: Restorable, offload: CallOffload | None) -> SavedTensorHooks | None:
     """Return the saved-tensor hooks of a call's forward, None for none, which replace views of ``restorable`` buffers."""
-    hooks = offload and offload.hooks("", restorable)
-    if hooks and hooks.target:
-        return hooks
+    if offload and offload.target:
+        offload.restorable = {} if restorable is None else restorable
+        return offload
     return None if restorable is None else SavedTensorHooks(restorable)
