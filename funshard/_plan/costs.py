@@ -148,12 +148,9 @@ class Timeline:
 
     def __init__(self, events: Sequence[Event], at_rest: Mapping[Category, int], hardware: Hardware) -> None:
         self.events, self.hardware = events, hardware
-        self.held: list[Held] = []
-        """The bytes by category that are held after each event."""
-        self.peaks: dict[Phase, Held] = {}
-        """The bytes by category at the moment of each phase at which the most are held."""
-        self.spans: list[tuple[float, float]] = []
-        """When each event starts and ends, in seconds from the start of the step."""
+        self.held: list[Held] = []  # the bytes by category that are held after each event
+        self.peaks: dict[Phase, Held] = {}  # those at the moment of each phase at which the most are held
+        self.spans: list[tuple[float, float]] = []  # when each event starts and ends, in seconds from the start of the step
         held: Held = {**dict.fromkeys(CATEGORIES, 0), **at_rest}
         sums: dict[tuple[str, str], Traffic] = {}
         free, busy = {"compute": 0.0, "network": 0.0, "host": 0.0}, 0.0
@@ -171,12 +168,9 @@ class Timeline:
                 sizes = old.input_bytes + one.input_bytes, old.output_bytes + one.output_bytes, old.sent_bytes + one.sent_bytes
                 sums[one.axis, one.op] = Traffic(one.axis, one.op, old.count + 1, *sizes, old.seconds + seconds)
             busy += seconds if event.stream == "compute" else 0.0
-        self.traffic = (*sums.values(),)
-        """The bytes that a step sends, one for each mesh axis and kind of collective."""
-        self.seconds = max((end for _, end in self.spans), default=0.0)
-        """The time of the step."""
-        self.exposed_seconds = self.seconds - busy
-        """The time in which the device waits for collectives and copies."""
+        self.traffic = (*sums.values(),)  # the bytes that a step sends, one for each mesh axis and kind of collective
+        self.seconds = max((end for _, end in self.spans), default=0.0)  # the time of the step
+        self.exposed_seconds = self.seconds - busy  # in which the device waits for collectives and copies
 
 
 # --- What a rank holds between steps ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -71,7 +70,6 @@ IMPURE_OPS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "emp
 """Operators that write running statistics, which their schemas hide, or return memory that is to be written to."""
 
 
-@functools.cache
 def is_pure_op(op: OpOverload) -> bool:
     """Return whether an operator only allocates new results: no views, writes or collectives. It may draw random numbers.
 
@@ -82,26 +80,6 @@ def is_pure_op(op: OpOverload) -> bool:
     return fresh and op.namespace not in COLLECTIVE_NAMESPACES and name not in IMPURE_OPS and not name.startswith("empty_")
 
 
-def mutated_args(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], kind: type[A] = Tensor) -> Iterator[A]:
-    """Yield the tensor arguments that an operator mutates, or what stands for them. Pinned with `is_pure_op`."""
-    for i, name in _mutated_arg_slots(op):
-        value = args[i] if i is not None and i < len(args) else kwargs.get(name)
-        yield from (x for x in (value if isinstance(value, list | tuple) else (value,)) if isinstance(x, kind))
-
-
-@functools.cache
-def _mutated_arg_slots(op: OpOverload) -> tuple[tuple[int | None, str], ...]:
-    """Return the position, None if keyword-only, and the name of each argument that an operator writes to."""
-    if not op._schema.is_mutable:
-        return ()
-    return tuple(
-        (None if arg.kwarg_only else i, arg.name)
-        for i, arg in enumerate(op._schema.arguments)
-        if arg.alias_info is not None and arg.alias_info.is_write
-    )
-
-
-@functools.cache
 def is_inplace_view(op: OpOverload) -> bool:
     """Return whether an operator changes how its argument views memory, and not the memory: ``t_``, ``squeeze_``."""
     others = torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_
@@ -114,10 +92,9 @@ class OpTraits:
 
     is_view: bool
     is_pure: bool
-    draws: bool
-    """Whether it draws random numbers."""
-    is_mutation: bool
-    """Whether it writes to the memory of an argument."""
+    draws: bool  # random numbers
+    is_mutation: bool  # whether it writes to the memory of an argument
+    mutated: tuple[tuple[int | None, str], ...]  # of each argument that it mutates the position, None for keywords, and name
     op: OpOverload
 
 
@@ -129,8 +106,17 @@ def op_traits(op: OpOverload) -> OpTraits:
     """Return the properties of an operator, the same object for each call."""
     if (traits := _TRAITS.get(id(op))) is None:
         draws, mutates = torch.Tag.nondeterministic_seeded in op.tags, op._schema.is_mutable and not is_inplace_view(op)
-        traits = _TRAITS[id(op)] = OpTraits(op.is_view, is_pure_op(op), draws, mutates, op)
+        slots = enumerate(op._schema.arguments if op._schema.is_mutable else ())
+        mutated = [(None if x.kwarg_only else i, x.name) for i, x in slots if x.alias_info and x.alias_info.is_write]
+        traits = _TRAITS[id(op)] = OpTraits(op.is_view, is_pure_op(op), draws, mutates, tuple(mutated), op)
     return traits
+
+
+def mutated_args(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], kind: type[A] = Tensor) -> Iterator[A]:
+    """Yield the tensor arguments that an operator mutates, or what stands for them. Pinned with `is_pure_op`."""
+    for i, name in op_traits(op).mutated:
+        value = args[i] if i is not None and i < len(args) else kwargs.get(name)
+        yield from (x for x in (value if isinstance(value, list | tuple) else (value,)) if isinstance(x, kind))
 
 
 def is_plain(tensor: Tensor) -> bool:

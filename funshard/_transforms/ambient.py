@@ -127,18 +127,12 @@ class AmbientState:
 class _Running(threading.local):
     """The functions that this thread runs, and how it runs them."""
 
-    names: tuple[str, ...] = ()
-    """The functions that run and will run again, the innermost last."""
-    in_stack = False
-    """Whether several transforms are around the innermost."""
-    is_first = False
-    """Whether the innermost is in its first run, whose graph is not kept."""
-    first_runs: tuple[Any, ...] = ()
-    """The first runs that save results of operators, the innermost last."""
-    is_paused = False
-    """Whether results of operators are neither saved nor reused."""
-    is_in_gradient = False
-    """Whether plain autograd differentiates a loss function that runs."""
+    names: tuple[str, ...] = ()  # the functions that run and will run again, the innermost last
+    in_stack = False  # whether several transforms are around the innermost
+    is_first = False  # whether the innermost is in its first run, whose graph is not kept
+    first_runs: tuple[Any, ...] = ()  # the first runs that save results of operators, the innermost last
+    is_paused = False  # whether results of operators are neither saved nor reused
+    is_in_gradient = False  # whether plain autograd differentiates a loss function that runs
     is_differentiated = False
     """Whether something outside counts as differentiating what is computed, whose arguments may not require grad: a run of a
     function may be below the transform that differentiates it, and what `grad` closes over would be a constant."""
