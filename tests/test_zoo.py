@@ -264,10 +264,23 @@ def test_second_order_at_the_defaults(rank: int, name: str) -> None:
     for module in made.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    spec = fs.by_type(*made.blocks, p=P("shard", remat=True))(made.model)
-    batch = {k: v[rank] for k, v in made.batches.items()}
+    spec = fs.by_type(*made.blocks, p=P("shard", remat=True))(made.model).bound
+    full = {k: v.detach() for k, v in made.model.named_parameters()}
+    direction = {k: v.cos() for k, v in full.items()}
+    batches = [{k: v[r] for k, v in made.batches.items()} for r in range(2)]
+
+    def loss(params: fs.Params) -> Tensor:
+        torch.manual_seed(0)
+        return fs.functional_call(made.model, params, (), batches[rank], spec=spec).loss
+
+    def one(full: fs.Params, batch: Batch) -> Tensor:
+        torch.manual_seed(0)
+        return torch.func.functional_call(made.model, full, (), batch).loss
+
     with sdpa_kernel(SDPBackend.MATH):
-        fs.testing.assert_exact(lambda call, batch: call(**batch).loss, made.model, spec, batch, order=2)
+        got = fs.hvp(loss, fs.shard(full, spec), fs.shard(direction, spec))
+        want = fs.shard(fs.hvp(lambda full: sum(one(full, batch) for batch in batches) / 2, full, direction), spec)
+    torch.testing.assert_close(got, want, **EXACT)
 
 
 # --- Law G1 on architectures that people train: sharded gradients are the mean of the plain model's over the ranks ---
