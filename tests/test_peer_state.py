@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,10 +47,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
     "Rprop": (torch.optim.Rprop, {"lr": 1e-2}),
 }
-
-
-DECAYED = [kind for kind in OPTIMIZERS if kind != "Rprop"]
-"""Those that have a weight decay."""
 
 
 def decayed(name: str, param: Any) -> dict[str, Any]:
@@ -141,11 +138,8 @@ WRAPPINGS = {
 @at_most(1)
 @each(wrapping=WRAPPINGS)
 @pytest.mark.parametrize(
-    ("grouped", "kind"),
-    [
-        pytest.param(*case, marks=seldom if i % 2 else [])
-        for i, case in enumerate([*[(False, kind) for kind in OPTIMIZERS], *[(True, kind) for kind in DECAYED]])
-    ],
+    ("grouped", "kind"),  # all but the last: Rprop has no weight decay
+    [pytest.param(*case, marks=[seldom] * (i % 2)) for i, case in enumerate(itertools.product((False, True), OPTIMIZERS))][:-1],
 )
 @real_ranks(2)
 def test_optimizer_states_by_names(rank: int, kind: str, wrapping: str, grouped: bool) -> None:
