@@ -517,14 +517,8 @@ def test_local_and_encoded_units(rank: int) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))
     model[2].requires_grad_(False)
     mesh = mesh_of(expert=2, shard=2)
-    policy = fs.by_path(
-        {
-            "0": P("shard", local={"expert": {"*weight": 1}}, align=1),
-            "1": P(local={"expert": 0}),
-            "2": P("shard", at_rest=fs.codecs.nf4(16)),
-            "3": P(),
-        }
-    )
+    local = {"0": P("shard", local={"expert": {"*weight": 1}}, align=1), "1": P(local={"expert": 0})}
+    policy = fs.by_path(local | {"2": P("shard", at_rest=fs.codecs.nf4(16)), "3": P()})
     pieces = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), model[2], model[3])
     spec = policy(pieces).on(mesh)
     shards = fs.shard(values(model), spec)

@@ -21,6 +21,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
+from funshard.collectives import ProcessAxis
 from funshard.optim import _matrix_rules as muon_module
 
 # --- what is sent ---
@@ -72,11 +73,7 @@ def test_what_is_sent(axes: str, ranks: int, rank: int) -> None:
         with Collectives() as sent:
             step(spec)
         sizes = [size for _, size in spec.bound_mesh.sizes]
-        at = tuple(
-            axis.rank
-            for _, axis in spec.bound_mesh.axes
-            if isinstance(axis, fs.collectives.ProcessAxis) and axis.rank is not None
-        )
+        at = tuple(axis.rank for _, axis in spec.bound_mesh.axes if isinstance(axis, ProcessAxis) and axis.rank is not None)
         expected: list[Sent] = []
         for names in known.groups:
             some = [known.by_name[name] for name in names]
