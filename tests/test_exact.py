@@ -152,7 +152,7 @@ def check_odd(wrong: Callable[[Odd, Tensor], Tensor], p: float = 0.0, **options:
     on_two(nn.Sequential(Odd(wrong), nn.Dropout(p)), policy=fs.by_type(Odd), **options)
 
 
-WrongTwice = autograd_function(torch.clone, lambda grad, _: grad.clone(), lambda _, tangent: 2 * tangent)
+WrongTwice = autograd_function(lambda x: x.clone(), lambda grad, _: grad.clone(), lambda _, tangent: 2 * tangent)
 """The identity, with the second derivative doubled."""
 
 
