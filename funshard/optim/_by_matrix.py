@@ -409,7 +409,7 @@ def make_optimizer(
             if got != expected:
                 raise ValueError(
                     f"state of unit '{key}': expected the shapes {expected}, got {got}; was it made by another optimizer, "
-                    "or is it of another spec or mesh? checkpoint.load(..., like=init(params)) gives it to the owners of now"
+                    "or is it of another spec or mesh? checkpoint.load(..., like=init(params)) gives it to the current owners"
                 )
         _checks.check_rate(lr, "lr")
         _checks.check_rate(fallback_lr, "fallback_lr")

@@ -48,7 +48,7 @@ def _concat_flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _split_flat(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Split a flat tensor into pieces of these sizes. Through 2-D, so that derivatives go the way of `concat_flat`."""
+    """Split a flat tensor into pieces of these sizes. Through 2-D, so that derivatives go the way of `_concat_flat`."""
     return [x[:, 0] for x in flat[:, None].split_with_sizes(list(sizes))]
 
 
