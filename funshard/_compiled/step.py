@@ -100,13 +100,11 @@ def compile(
     run = torch.compile(_torch.copy_function(run, "run"), backend=compiler, fullgraph=fullgraph, **others)
 
     def run_traced(*args: Any, **kwargs: Any) -> tuple[Any, str]:
-        with _torch.guard_hooks(), RUNNING.set(regions=[]), _torch.collect_graph_errors() as errors:
+        with _torch.guard_hooks(), RUNNING.set(regions=[]):
             try:
                 with _torch.restore_autograd_state():
                     return run(_identify_world(), *args, **kwargs)
             except Exception as error:
-                if errors:
-                    raise errors[-1] from error
                 if (raised := _torch.find_traced_error(error)) is not None:
                     raise add_compile_hint(raised, error) from error
                 if "DynamicLayer.cpp" in _torch.error_text(error):  # torch's own assertion, where it goes on after a break

@@ -49,21 +49,26 @@ def classify_compile_error(error: BaseException) -> tuple[bool, bool]:
 _RAISED = re.compile(  # torch 2.11 shows its own variables for the arguments
     r"raised exception (\w+)\((?:\[ConstantVariable\(str: )?(.+?)(?:\)\])?\)$", re.MULTILINE
 )
-_RUN_ON_FAKES = re.compile(r"Dynamo failed to run FX node with fake tensors: .*: got (\w+)\((.+)\)$", re.DOTALL)
+_RUN_ON_FAKES = re.compile("Dynamo failed to run FX node|TypeError when making fake tensor call")
 _DISABLED = re.compile(r"was wrapped with `torch\.compiler\.disable` \(reason: (.+)\)$", re.MULTILINE)
 
 
-def find_traced_error(error: Exception) -> Exception | None:
-    """Return the built-in exception that the traced program raises, or an error with the reason why it must not be traced.
+def find_traced_error(error: Exception) -> BaseException | None:
+    """Return the exception that the traced program raises, or an error with the reason why it must not be traced.
 
-    Dynamo replaces both by an error of its own. Return None for any other error, and for exceptions with other arguments than
-    a string. Pinned by ``test_errors_of_the_step_are_its_own``.
+    Dynamo replaces both by an error of its own. Return None for any other error, and for a ``raise`` in traced code of a class
+    that is not built in, or with other arguments than a string. Pinned by ``test_errors_of_the_step_are_its_own``.
     """
     if not classify_compile_error(error)[0]:
         return None
     if disabled := _DISABLED.search(str(error)):
         return RuntimeError(disabled[1])
-    raised = _RAISED.search(str(error)) or _RUN_ON_FAKES.search(str(error).partition("\n  Hint: ")[0])
+    if _RUN_ON_FAKES.search(str(error)):  # it is the cause of Dynamo's, or of what that replaces
+        cause: BaseException | None = error
+        while cause is not None and (classify_compile_error(cause)[0] or str(cause).startswith("Dynamo failed")):
+            cause = cause.__cause__ or cause.__context__
+        return cause
+    raised = _RAISED.search(str(error))
     return None if raised is None else _make_error(raised[1], raised[2])
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import logging
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
@@ -92,41 +91,17 @@ def assume_constant(fn: F) -> F:
     return fn
 
 
-_graph_errors: contextvars.ContextVar[list[Exception] | None] = contextvars.ContextVar("funshard_graph_errors", default=None)
-
-
-@contextlib.contextmanager
-def collect_graph_errors() -> Generator[list[Exception]]:
-    """Yield a list that receives the errors of functions in a graph, which Dynamo replaces by its own while it traces."""
-    errors: list[Exception] = []
-    token = _graph_errors.set(errors)
-    try:
-        yield errors
-    finally:
-        _graph_errors.reset(token)
-
-
 def allow_in_graph(fn: F) -> F:
     """Apply torch.compiler.allow_in_graph, when Dynamo first traces the function. Pinned by tests/test_import.py."""
 
-    @functools.wraps(fn)
-    def in_graph(*args: Any) -> Any:
-        try:
-            return fn(*args)
-        except Exception as error:
-            if (errors := _graph_errors.get()) is not None:
-                errors.append(error)
-            raise
-
     @assume_constant
     def known() -> None:
-        torch.compiler.allow_in_graph(in_graph)
+        torch.compiler.allow_in_graph(fn)
 
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
             known()
-            return in_graph(*args)
         return fn(*args)
 
     return cast("F", call)
