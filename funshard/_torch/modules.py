@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -55,20 +54,10 @@ def attributes_of_hooks(module: nn.Module) -> set[str]:
 
 
 _MARK = "_funshard_called"
-"""The attribute that finds a model among the objects of Dynamo's tables. No module ever has it."""
+"""The attribute that finds a model among the objects of Dynamo's tables, and of a graph the contexts that are open in it."""
 
 _Table = dict[Any, dict[str, Any]]
 """What Dynamo knows of the writes to attributes, by its variable for the object, and by name."""
-
-
-class _OpenContexts(threading.local):
-    """The contexts that a thread traces: the graph, the model's modules, and copies of the tables when each was entered."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[Any, set[nn.Module], list[_Table]]] = []
-
-
-_open_contexts = _OpenContexts()
 
 
 @contextlib.contextmanager
@@ -98,16 +87,14 @@ def _note_writes() -> None:
     for table in tables:
         del table[model][_MARK]
     copies = [{variable: dict(attributes) for variable, attributes in table.items()} for table in tables]
-    # others are left over from traces that Dynamo has given up
-    _open_contexts.stack = [context for context in _open_contexts.stack if context[0] is graph]
-    _open_contexts.stack.append((graph, set(model.value.modules()), copies))
+    vars(graph).setdefault(_MARK, []).append((set(model.value.modules()), copies))  # it ends with its trace
 
 
 @assume_constant
 def _restore_writes() -> None:
     """Make the tables what they were for the modules of the innermost context."""
-    graph, modules, copies = _open_contexts.stack.pop()
-    _, tables = _writes_of_graph()
+    graph, tables = _writes_of_graph()
+    modules, copies = vars(graph)[_MARK].pop()
     left = next(_recorded_writes(tables[0], modules), None)
     for table, copy in zip(tables, copies, strict=True):
         for variable, attributes in table.items():
