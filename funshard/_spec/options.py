@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.compiler import list_backends
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import _torch
@@ -88,7 +89,7 @@ def check_names(where: str, backend: object, mode: str | None, options: Mapping[
             raise ValueError(f"{where}: {what}: expected one of {', '.join(map(repr, known))}, got {name!r}")
 
     if isinstance(backend, str):
-        check("backend", backend, _torch.list_backends())
+        check("backend", backend, list_backends(exclude_tags=()))
     if backend == "inductor" and mode is not None:
         check("mode", mode, [*_torch.inductor_modes()])
     for name in options if backend == "inductor" else ():

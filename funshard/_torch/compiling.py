@@ -89,11 +89,6 @@ def restore_autograd_state() -> Generator[None]:
         raise
 
 
-def list_backends() -> list[str]:
-    """Return the names of the backends of torch.compile."""
-    return torch._dynamo.list_backends(exclude_tags=())
-
-
 def inductor_modes() -> dict[str, dict[str, Any]]:
     """Return the options that each mode of torch.compile stands for."""
     from torch._inductor import list_mode_options  # takes a second to import
