@@ -299,9 +299,9 @@ def test_compiled_in_several_graphs(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": (X[0], Y[0, :2])}, r"batch\[1\]: expected 4 samples as in batch\[0\], got 2"),
-        ({"batch": ()}, "expected a batch of at least one tensor, got none"),
-        ({"batch": (X[0], 3)}, r"batch\[1\]: expected a tensor with the samples in its first dimension"),
+        ({"batch": (X[0], Y[0, :2])}, r"batch\[1\]: expected length 4 in dimension 0, as in the first tensor, got shape \[2"),
+        ({"batch": ()}, "batch: expected one tensor at least, got none"),
+        ({"batch": (X[0], torch.ones(()))}, r"batch\[1\]: expected a tensor with a dimension 0, got shape \[\]"),
         ({"params": {"nothing": X}}, "unit 'nothing' is not in the spec"),
         ({"clip": 0.0}, "expected a positive clip, got 0.0"),
         ({"noise": 1.0}, "expected a noise of at least 0, in units of clip, got 1.0 with clip=None"),

@@ -24,7 +24,7 @@ from .._wire.flow import apply_options, unshard_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from ..collectives._functions import broadcast, sum_over
 from .ambient import REGISTER_HOOK, AmbientState, ForbiddenFunctions
-from .products import grad
+from .products import find_length, grad
 
 
 def per_sample_grads(
@@ -90,7 +90,7 @@ def per_sample_grads(
     check_trainable(units, "gradient")
     check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})
     args = batch if isinstance(batch, tuple) else (batch,)
-    samples = _check_batch(args)
+    samples = find_length("per_sample_grads: batch", args)
     _check_privacy(clip, noise, reduce, randomness)
 
     if not samples:  # one of zeros stands in, so that all ranks gather and reduce together; nothing of it is used
@@ -236,22 +236,6 @@ def _draw_seed(generator: torch.Generator | None, spec: PartitionSpec, device: t
         for axis in axes:
             seed = broadcast(seed.to(device, non_blocking=True), axis)
         return start_copy_to_host(seed)
-
-
-def _check_batch(args: tuple[object, ...]) -> int:
-    sizes = {
-        pytree.keystr(path): len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None
-        for path, leaf in pytree.tree_flatten_with_path(args)[0]
-    }
-    if not sizes:
-        raise ValueError("per_sample_grads: expected a batch of at least one tensor, got none")
-    first = next(iter(sizes.items()))
-    for path, size in sizes.items():
-        if size is None:
-            raise ValueError(f"per_sample_grads: batch{path}: expected a tensor with the samples in its first dimension")
-        if size != first[1]:
-            raise ValueError(f"per_sample_grads: batch{path}: expected {first[1]} samples as in batch{first[0]}, got {size}")
-    return first[1] or 0
 
 
 def _check_privacy(clip: float | None, noise: float | None, reduce: ReduceBy, randomness: str) -> None:

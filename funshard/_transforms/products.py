@@ -154,6 +154,24 @@ def check_recorded(who: str, chosen: object) -> None:
         )
 
 
+def find_length(who: str, tree: object, dim: int = 0) -> int:
+    """Return the common length of a tree's tensors along a dimension; raise an error, with the path, if they have none."""
+    first: Tensor | None = None
+    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        name = f"{who}{pytree.keystr(path)}"
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(leaf).__name__}")
+        if not -leaf.dim() <= dim < leaf.dim():
+            raise ValueError(f"{name}: expected a tensor with a dimension {dim}, got shape {list(leaf.shape)}")
+        first = leaf if first is None else first
+        if (length := first.shape[dim]) != leaf.shape[dim]:
+            got = list(leaf.shape)
+            raise ValueError(f"{name}: expected length {length} in dimension {dim}, as in the first tensor, got shape {got}")
+    if first is None:
+        raise ValueError(f"{who}: expected one tensor at least, got none")
+    return first.shape[dim]
+
+
 def run_loss(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     """Call a loss function that plain autograd differentiates, with `RUNNING` told, and return ``(loss, aux)``."""
     if _torch.is_in_graph():

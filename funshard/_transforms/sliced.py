@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -19,6 +18,7 @@ from ._recompute.function import RecomputedFunction
 from ._recompute.remat import SlicedFunction, TensorFunction, apply_recomputed
 from ._recompute.saved_results import mark_region
 from .ambient import AmbientState
+from .products import find_length
 
 W = TypeVar("W")
 Rows = TypeVar("Rows")
@@ -46,8 +46,8 @@ def chunked(
         A function of ``w`` and ``rows``, trees of tensors; sums and counts of 16 bits are float32.
 
     Raises:
-        ValueError: ``chunks`` or ``reduce`` is none, or tensors of ``rows`` differ in length.
-        TypeError: ``rows`` has no tensors, or other leaves; or ``f`` returns something else.
+        ValueError: ``chunks`` or ``reduce`` is none, or ``rows`` has no tensors, or some that differ in length.
+        TypeError: ``rows`` has other leaves; or ``f`` returns something else.
         RuntimeError: ``f`` changes an object; or as `remat`.
 
     Example:
@@ -64,25 +64,19 @@ def chunked(
 
     @functools.wraps(f)
     def run(w: W, rows: Rows) -> Any:
-        leaves, dims = _check_rows(name, rows, dim)
-        length = leaves[0].shape[dims[0]]
+        length = find_length(f"{name}: rows", rows, dim)
         size = max(1, -(-length // chunks))
         sizes = [min(size, length - start) for start in range(0, length, size)] or [0]
-        total, count = _add_slices(f, name, w, rows, dims, sizes)
+        total, count = _add_slices(f, name, w, rows, dim, sizes)
         return (total, count) if reduce == "sum" else total / torch.where(count == 0, torch.ones_like(count), count)
 
     return run
 
 
-def _add_slices(
-    f: Callable[..., Any], name: str, w: Any, rows: Any, dims: Sequence[int], sizes: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def _add_slices(f: Callable[..., Any], name: str, w: Any, rows: Any, dim: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     leaves, treedef = pytree.tree_flatten(rows)
-    starts = itertools.accumulate(sizes[:-1], initial=0)
-    taken = [
-        [leaf.narrow(dim, start, size) for leaf, dim in zip(leaves, dims, strict=True)]
-        for start, size in zip(starts, sizes, strict=True)
-    ]
+    dims = [dim % leaf.dim() for leaf in leaves]
+    taken = [list(slices) for slices in zip(*(leaf.split(list(sizes), dim) for leaf in leaves), strict=True)]
     if _torch.is_in_graph() or not _torch.needs_graph():
         outs: list[tuple[Tensor, Tensor]] = []
         for tensors in taken:
@@ -116,25 +110,6 @@ class _ChunkFunction(RecomputedFunction):
         if self._left is not None:  # at once: until then the slice's graph lives
             self.finish(out)
         return out
-
-
-def _check_rows(name: str, rows: Any, dim: int) -> tuple[list[Tensor], list[int]]:
-    """Return the tensors of the rows and the dimension, >= 0, that slices each; raise TypeError or ValueError for others."""
-    leaves: list[Tensor] = []
-    for path, x in pytree.tree_flatten_with_path(rows)[0]:
-        where = f"{name}: rows{pytree.keystr(path)}"
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{where}: expected a tensor, got {type(x).__name__}; give what all slices share by w or a closure")
-        if not -x.dim() <= dim < x.dim():
-            raise ValueError(f"{where}: expected a tensor with a dimension {dim}, got shape {list(x.shape)}")
-        leaves.append(x)
-        if (length := leaves[0].shape[dim]) != x.shape[dim]:
-            raise ValueError(
-                f"{where}: expected {length} rows along dimension {dim}, as in the first tensor, got {x.shape[dim]}"
-            )
-    if not leaves:
-        raise TypeError(f"{name}: rows: expected tensors, got none")
-    return leaves, [dim % x.dim() for x in leaves]
 
 
 def _run_slice(f: Callable[..., Any], w: Any, rows: Any, name: str) -> tuple[Tensor, Tensor]:
