@@ -29,23 +29,9 @@ from .._transforms._recompute.function import find_tensors
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import mark_region
 from .._transforms.ambient import RUNNING
+from .._transforms.products import find_length
 
-# --- What the arguments and results of a scan are like: slices of one length, and a state that keeps its tree and shapes ---
-
-
-def _count_steps(xs: object) -> int:
-    """Return the tensors' common length along dimension 0; raise TypeError or ValueError, with the path, if there is none."""
-    leaves = [(f"xs{pytree.keystr(path)}", leaf) for path, leaf in pytree.tree_flatten_with_path(xs)[0]]
-    if not leaves:
-        raise ValueError("scan: xs has no tensors: expected one at least, such as torch.arange(T) for T steps")
-    first, x = leaves[0]
-    for name, leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"scan: {name}: expected a tensor, got {type(leaf).__name__}")
-        if not leaf.dim() or not len(leaf) or len(leaf) != len(x):
-            also = f", as many as in {first} of shape {list(x.shape)}" if leaf is not x else ""
-            raise ValueError(f"scan: {name}: expected a slice for each step{also}, got shape {list(leaf.shape)}")
-    return len(x)
+# --- What the arguments and results of a scan are like: a state that keeps its tree and shapes ---
 
 
 _Layout = tuple[pytree.TreeSpec, list[Any]]
@@ -144,7 +130,8 @@ def scan(
         >>> fs.grad(lambda rates: fs.scan(lambda w, lr: (w - lr * w, None), torch.tensor(1.0), rates)[0])(torch.zeros(2))
         tensor([-1., -1.])
     """
-    steps = _count_steps(xs)
+    if not (steps := find_length("scan: xs", xs)):
+        raise ValueError("scan: xs: expected a slice for each step, got tensors of length 0")
     return _ScanRun(_count_segments(segments, steps), _read_layout(state)).run_piece(step, state, xs, steps, 0)
 
 
