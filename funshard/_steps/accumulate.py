@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,7 +59,7 @@ def _make_loss_scales(
     A tensor that is no weight, and whose value the host cannot read without waiting for it, makes all scales NaN.
     """
     like = next(iter(params.values()), None)
-    dtype = torch.float32 if like is None or like.is_complex() else _sum_dtype(like.dtype)
+    dtype = torch.float32 if like is None or like.is_complex() else torch.promote_types(like.dtype, torch.float32)
     device = mesh.device if like is None else like.device
     each = torch.stack([torch.as_tensor(weight, device=device).to(dtype) for weight in weights])
     each = torch.where((each >= 0).all() & (each < math.inf).all(), each, math.nan)
@@ -71,10 +70,6 @@ def _make_loss_scales(
         if reduction.includes(name):
             total, ranks = all_reduce(total, axis, reduce="sum"), ranks * axis.size
     return torch.where(total == 0, 0, each * (ranks * len(weights)) / total)
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 # --- Micro-batches on several ranks: as many on each, or made so by some of weight 0 ---
@@ -208,9 +203,8 @@ class GradSums(GradReceiver):
         self.check(key)
         _add_grad(self.through, key, grad)
 
-    def watch_last(self, loss: Tensor, given: Params) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the backward of the last micro-batch, of its loss and the shards that this got."""
-        return contextlib.nullcontext()
+    def begin_last(self, loss: Tensor, given: Params) -> None:
+        """Note that the last backward follows, that of this loss, and the shards that the loss got."""
 
 
 def _add_grad(sums: Params, key: str, grad: Tensor, *, owned: bool = True) -> None:
@@ -306,7 +300,7 @@ class AccumulationPlan:
         loss, aux = run_loss(f, self.has_aux, dict(given), self.batches[i])
         if not _torch.is_in_graph():
             _check_aux(aux)
-            for key in (key for key, x in given.items() if _torch.has_hooks(x)):
+            for key in (key for key, x in given.items() if x._backward_hooks):
                 raise ValueError(
                     f"unit '{key}': the loss has called register_hook on its shard, which does not see the gradients of "
                     "functional_call here: expected no hook; change the gradients that come back, or in the update"
@@ -382,7 +376,7 @@ def _check_aux(aux: Any) -> None:
 
 
 def _pop_sum(sums: Params, key: str, like: Tensor, shape: Sequence[int]) -> Tensor:
-    total, dtype = sums.pop(key, None), _sum_dtype(like.dtype)
+    total, dtype = sums.pop(key, None), torch.promote_types(like.dtype, torch.float32)
     return like.new_zeros(shape, dtype=dtype) if total is None else total.to(dtype)
 
 
@@ -417,11 +411,12 @@ def _run_microbatch(
         if not given or not loss.requires_grad:
             return
         del value, aux
-        with sums.watch_last(loss, given) if i + 1 == len(plan.batches) else contextlib.nullcontext():
-            try:
-                loss.backward(inputs=[*given.values()])
-            except RuntimeError as error:
-                raise add_hints(error)  # noqa: B904 - the same one
+        if i + 1 == len(plan.batches):
+            sums.begin_last(loss, given)
+        try:
+            loss.backward(inputs=[*given.values()])
+        except RuntimeError as error:
+            raise add_hints(error)  # noqa: B904 - the same one
 
 
 def _make_leaf(x: Tensor, sums: GradSums, key: str) -> Tensor:

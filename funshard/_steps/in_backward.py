@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -140,32 +141,22 @@ class _UpdatingSums(GradSums):
         self._incomplete: set[str] = set()  # units whose gradients are complete where backward ends
         self.remaining = {unit.key: unit for unit in plan.units}
 
-    @contextlib.contextmanager
-    def watch_last(self, loss: Tensor, given: Params) -> Generator[None]:
-        """Hand gradients on meanwhile: in the backward of the last micro-batch's loss, of these shards."""
+    def begin_last(self, loss: Tensor, given: Params) -> None:
         self._in_flight.clear()
-        handles = list(self._hook_uses(loss, {id(x): key for key, x in given.items()}))
-        self._is_last = True
-        try:
-            yield
-        finally:
-            self._is_last = False
-            for handle in handles:
-                handle.remove()
-
-    def _hook_uses(self, loss: Tensor, leaves: Mapping[int, str]) -> Iterator[Any]:
+        leaves = {id(x): key for key, x in given.items()}
         for node, following in _torch.iter_nodes([loss.grad_fn]):
-            uses = [find_entered_unit(other, i, self) for other, i in following]
             for other, _ in following:
                 if (key := leaves.get(id(getattr(other, "variable", None)))) is not None and replacement_key(node) is None:
                     self._incomplete.add(key)
                 if (key := replacement_key(other)) is not None and find_entered_unit(node, 0, self) is None:
                     self._incomplete.add(key)
-            if some := [(j, key) for j, key in enumerate(uses) if key is not None]:
-                self._uses.update(key for _, key in some)
-                yield node.register_hook(lambda grads, _, some=some: self._on_use(some, grads))
+            entered = [find_entered_unit(other, i, self) for other, i in following]
+            if uses := [(j, key) for j, key in enumerate(entered) if key is not None]:
+                self._uses.update(key for _, key in uses)
+                node.register_hook(functools.partial(self._on_use, uses))
+        self._is_last = True
 
-    def _on_use(self, uses: Sequence[tuple[int, str]], grads: Sequence[Tensor | None]) -> None:
+    def _on_use(self, uses: Sequence[tuple[int, str]], grads: Sequence[Tensor | None], _: object) -> None:
         for j, key in uses:
             self._uses[key] -= 1
             if grads[j] is not None:
