@@ -171,7 +171,7 @@ class Mesh:
         groups = [_torch.resolve_group(axis.name) for _, axis in self.axes if isinstance(axis, ProcessAxis) and axis.name]
         if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
             groups.append(dist.group.WORLD)
-        for device in map(_torch.bound_device, groups):
+        for device in (getattr(group, "bound_device_id", None) for group in groups):
             if device is not None and device.type == self.device_type:
                 return device
         return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
 
 from .. import _torch
 from .._call.call import functional_call
@@ -152,7 +153,8 @@ class StepRecorder(_torch.DispatchMode):
         if name in ("copy_", "_to_copy") and self._find(inputs[-1]).is_on_host != self._find(outputs[0]).is_on_host:
             self._find(outputs[0]).copy = self.add("copy", memory, moved_bytes=inputs[-1].nbytes)
             return out
-        flops = _torch.counted_flops(func, args, kwargs, out)
+        count = flop_registry.get(func.overloadpacket)
+        flops = int(count(*args, **kwargs, out_val=out)) if count else 0
         moved = 0 if flops or traits.is_view or not self._has_layers else sum(x.nbytes for x in (*inputs, *outputs))
         if memory or flops or moved:
             self.add("compute", memory, flops=flops, moved_bytes=moved)
@@ -179,8 +181,7 @@ class StepRecorder(_torch.DispatchMode):
 
     def _allocate(self, x: Tensor, memory: Counter[Category], category: Category, *, is_lazy: bool = False) -> None:
         """Follow the storage of a result, if it is new. A lazy copy, as of buffers, counts none, though something may write."""
-        storage = x.untyped_storage()
-        at = _torch.storage_id_of(storage)
+        storage, at = x.untyped_storage(), _torch.storage_id(x)
         if at not in self._storages:
             on_host = self._allocates_on_host or self._find(x).is_on_host
             self._storages[at] = _Storage(category, 0 if on_host or is_lazy else storage.nbytes(), on_host)

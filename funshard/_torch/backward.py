@@ -51,11 +51,6 @@ class LevelFunction(_SingleLevelFunction):
             set_single_level_autograd_function_allowed(before)
 
 
-def has_hooks(tensor: Tensor) -> bool:
-    """Return whether `Tensor.register_hook` has been called on the tensor. Pinned by ``test_hooks_of_a_tensor_are_seen``."""
-    return bool(tensor._backward_hooks)
-
-
 def is_leaf_view(tensor: Tensor) -> bool:
     """Return whether a tensor is a leaf that requires grad, a parameter, or a view of one. See ``test_views_of_leaves``."""
     base = tensor if tensor._base is None else tensor._base

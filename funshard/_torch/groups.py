@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import warnings
@@ -15,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.constants import default_pg_timeout
-
-from .dispatch import OpOverload
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -114,14 +111,6 @@ real_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = unset_fake_
 """Return a context outside of the active mode of fake tensors. Pinned by ``test_a_world_in_name``."""
 
 
-def counted_flops(op: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the FLOPs of one call of an operator that torch's counter knows, 0 for others. Pinned by ``test_flops``."""
-    from torch.utils.flop_counter import flop_registry  # which training does not need
-
-    count = flop_registry.get(op.overloadpacket)
-    return int(count(*args, **kwargs, out_val=out)) if count else 0
-
-
 _TASKS = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 """The variables in which launchers other than torchrun say how many processes they started."""
 
@@ -131,13 +120,9 @@ def warn_of_tasks() -> None:
     for name, launcher in _TASKS.items():
         size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
-            _warn_once(
+            warnings.warn(
                 f"this process has no process group, and {name}={size}: if {launcher} started it as one of {size}, each trains "
                 "alone; expected torch.distributed.init_process_group(rank=..., world_size=...) before this, or start it by "
-                "torchrun; where one process is meant, .on({'shard': 1}) on the spec says so"
+                "torchrun; where one process is meant, .on({'shard': 1}) on the spec says so",
+                stacklevel=2,
             )
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    warnings.warn(text, stacklevel=3)

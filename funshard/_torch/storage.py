@@ -54,11 +54,6 @@ storage_id: Callable[[Tensor], int] = torch._C._storage_address  # pyright: igno
 """The identity of a live storage, also of fake and meta ones, without a Python object. Pinned by ``test_storage_id``."""
 
 
-def storage_id_of(storage: torch.UntypedStorage) -> int:
-    """Return the `storage_id` of the tensors of a storage. Pinned with it."""
-    return storage._cdata
-
-
 def shares_storage(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have one storage, inside the wrappers of all transforms."""
     return storage_id(unwrap(a)) == storage_id(unwrap(b))
@@ -171,11 +166,6 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 def backend_name(name: str, device: torch.device) -> str:
     """Return the backend of a group for a device's tensors: "gloo", "nccl", ... Pinned with `resolve_group`."""
     return resolve_group(name)._get_backend(device).name()
-
-
-def bound_device(group: dist.ProcessGroup) -> torch.device | None:
-    """Return the device that ``init_process_group(device_id=...)`` bound the group to. Pinned by ``test_bound_device``."""
-    return getattr(group, "bound_device_id", None)
 
 
 def version(tensor: Tensor) -> int:
