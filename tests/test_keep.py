@@ -159,8 +159,8 @@ def test_real_ranks(rank: int, strategy: str, kind: str, transform: str) -> None
     model = make_model(tied=kind == "tied")
     ours, theirs = TRANSFORMS[transform]
     spec = units(STRATEGIES[strategy], tree=kind != "whole")(model).on(meshes(kind))
-    expected = mean_over_ranks(theirs, model, F32, full_of(model), dist.get_world_size())
-    assert_close(gradients(model, spec, make_batch(rank), ours), expected)
+    got = gradients(model, spec, make_batch(rank), ours)  # first: torch 2.13 leaves its tensors in a tied parameter
+    assert_close(got, mean_over_ranks(theirs, model, F32, full_of(model), dist.get_world_size()))
 
 
 # --- bit for bit, in two bytes and four ---

@@ -356,12 +356,13 @@ def step(frozen: set[str], p: P, way: str, how: str, prefetch: int = 1) -> tuple
     sent, ran, kept, forward = Collectives(), Kernels(), list[int](), Counter[str]()
     made.clear()
 
-    def turn() -> None:
+    def turn(y: Tensor) -> Tensor:
         sent.turn()
         forward.update(ran.ops)
         kept[:] = [i for i, ref in enumerate(made[:UNITS]) if not ref.expired()]
+        return y.sum()
 
-    loss = loss_of(model, spec, torch.ones(3, 8), of=torch.sum, frozen=rest, then=turn, prefetch=prefetch)
+    loss = loss_of(model, spec, torch.ones(3, 8), of=turn, frozen=rest, prefetch=prefetch)
     with no_collector(), sent, ran:  # nothing is to wait for that
         grads, _ = WAYS[way](loss)(trained)
     return Step(sent, sum(ran.ops[op] - forward[op] for op in ("mm", "addmm")), kept, grads), spec
