@@ -45,10 +45,6 @@ def model_of(dtype: torch.dtype = F64, width: int = 6) -> nn.Module:
     return nn.Sequential(Adapted(width, True), Adapted(width, False), head).to(dtype)
 
 
-def policy(p: P) -> fs.Policy:
-    return fs.by_type(Adapted, nn.Linear, p=p)
-
-
 def shapes(p: P) -> fs.Policy:
     """Each layer whole, frozen and trained parameters in it, and the head."""
     return fs.policies.override(fs.by_type(Adapted, p=p), fs.by_path({"": p}))

@@ -57,11 +57,6 @@ def in_shares(pieces: list[int], count: int) -> list[int]:
     return [sum(n * (i + 1) // count - n * i // count for n in pieces) for i in range(count)]
 
 
-def slices_of(matrix: Any, spec: fs.PartitionSpec) -> list[int]:
-    """How much of a matrix is in each slice of its unit under HSDP."""
-    return [(p := piece_of(matrix, spec, (0, i))).high - p.low for i in range(spec.size(matrix.unit))]
-
-
 @at_most(1)
 @each(axes=AXES, ranks=[8, 64], rank=[0, 3])
 def test_what_is_sent(axes: str, ranks: int, rank: int) -> None:
@@ -92,7 +87,8 @@ def test_what_is_sent(axes: str, ranks: int, rank: int) -> None:
             elif axes == "hsdp":
                 goes = math.ceil(1.5 * (2 * most + 2 * sum(replicas.values())) / (slices * some[0].unit.numel))
                 expected.append(Sent("", sum(mine), 0, slices))
-                whole = [n for m in some if m.owner == at for n in slices_of(m, spec)]
+                mine_whole = [(m, i) for m in some if m.owner == at for i in range(spec.size(m.unit))]
+                whole = [(p := piece_of(m, spec, (0, i))).high - p.low for m, i in mine_whole]
                 expected += [Sent("", n, 0, slices) for n in in_shares(whole, goes)]
                 expected += [Sent("", 2 * n, 0, 2) for n in in_shares(mine, goes)]
         if axes == "two axes":  # what passes through a rank on its way is another's

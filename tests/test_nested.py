@@ -46,13 +46,6 @@ class Mixer(nn.Module):
         return x * self.scale + self.down(self.up(h)) * self.scale[:1] + h @ self.up.weight[:-2].sin()
 
 
-def network(blocks: int = 3) -> nn.Module:
-    torch.manual_seed(0)
-    parts = [Mixer(4) for _ in range(blocks)]
-    parts[1].down.weight = parts[0].down.weight
-    return nn.Sequential(nn.Linear(3, 4), *parts, parts[0], nn.Linear(4, 2)).double()
-
-
 def pulled(f: Loss, p: Tree) -> Tree:
     """A gradient by a pullback that is called when its transform has ended."""
     value, pull = vjp(f, p)
@@ -100,7 +93,10 @@ STAYS = {**dict.fromkeys(TWICE, 3), "jvp of grad": 6, "jvp of jvp of grad": 9}
 @real_ranks(2)
 def test_every_stack_is_exact(rank: int, name: str, p: P) -> None:
     """Beside the same stack on full parameters and the mean of the ranks' losses, and with weights saved in every way."""
-    model = network()
+    torch.manual_seed(0)
+    parts = [Mixer(4) for _ in range(3)]
+    parts[1].down.weight = parts[0].down.weight
+    model = nn.Sequential(nn.Linear(3, 4), *parts, parts[0], nn.Linear(4, 2)).double()
     full = {key: t.detach() for key, t in model.named_parameters()}
     generator = torch.Generator().manual_seed(1)
     direction = {key: torch.randn(t.shape, dtype=t.dtype, generator=generator) for key, t in full.items()}
@@ -252,17 +248,12 @@ def setting(rank: int, block: Callable[[], nn.Module], p: P) -> tuple[nn.Module,
     return model, spec, fs.shard(model, spec), x
 
 
-def curved() -> nn.Module:
-    return Curved(WIDTH)
-
-
 @at_most(1)
 @every(p=mark_seldom([P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], P("shard"), P("shard", remat=True)))
 @real_ranks(2)
 def test_a_backward_inside_of_torch_func_grad(rank: int, p: P) -> None:
     """torch.autograd.grad inside of the function can be differentiated: only the transform's own, the last, keeps less."""
-    model, spec, params, x = setting(rank, curved, p)
-
+    model, spec, params, x = setting(rank, functools.partial(Curved, WIDTH), p)
     loss = squared_loss(model, spec, x)
 
     def by_autograd(p: fs.Params) -> Tensor:
@@ -298,8 +289,8 @@ def test_a_function_whose_backward_differentiates(rank: int) -> None:
 @real_ranks(2)
 def test_what_is_constant_in_a_transform_may_be_differentiated_outside(rank: int, p: P) -> None:
     """The last backward of a torch.func.grad over the shards, as a function of its input and of a factor of the loss."""
-    model, spec, params, x = setting(rank, curved, p)
-    _, _, _, others = setting(1 - rank, curved, p)
+    model, spec, params, x = setting(rank, functools.partial(Curved, WIDTH), p)
+    _, _, _, others = setting(1 - rank, functools.partial(Curved, WIDTH), p)
     full = {name: p.detach() for name, p in model.named_parameters()}
 
     def plain(x: Tensor, factor: Tensor) -> fs.Params:
@@ -325,8 +316,8 @@ def test_what_is_constant_in_a_transform_may_be_differentiated_outside(rank: int
 @real_ranks(2)
 def test_a_pullback_is_differentiated_by_its_cotangent(rank: int, p: P) -> None:
     """What torch.func.vjp returned is a linear function like any other, also where it gathers again; as is a plain backward."""
-    model, spec, params, x = setting(rank, curved, p)
-    _, _, _, others = setting(1 - rank, curved, p)
+    model, spec, params, x = setting(rank, functools.partial(Curved, WIDTH), p)
+    _, _, _, others = setting(1 - rank, functools.partial(Curved, WIDTH), p)
     full = {name: p.detach() for name, p in model.named_parameters()}
     cotangents = torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH)
     slopes = [vjp(lambda p, x=x: functional_call(model, p, (x,)), full)[1](cotangents)[0] for x in (x, others)]

@@ -47,10 +47,6 @@ OPS = torch.ops._c10d_functional
 
 
 # --- the process group itself ---
-def group() -> str:
-    return dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
-
-
 def numbers(rank: int) -> Tensor:
     return torch.arange(4.0) + 10 * rank
 
@@ -58,7 +54,7 @@ def numbers(rank: int) -> Tensor:
 @real_ranks(2, "worst")
 def test_every_collective(rank: int) -> None:
     """Poison before the wait, and after it what torch documents."""
-    x, name = numbers(rank), group()
+    x, name = numbers(rank), dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
     out = torch.zeros(8)
     started = {
         "sum": OPS.all_reduce(x, "sum", name),
