@@ -157,20 +157,16 @@ def scaled(module: nn.Module, args: tuple[Tensor], out: Tensor | None = None) ->
     return (args[0] * by,) if out is None else out * by
 
 
-def hooked(model: nn.Module) -> nn.Module:
+@each(name=mark_seldom(CODECS, "int8"))
+@real_ranks(4)
+def test_hooks_meshes_of_two_axes_and_overrides(rank: int, name: str) -> None:
+    """Split over either axis, over both in either order or neither, and some units in another way than others."""
+    model, codec = model_of(), CODECS[name]
     for module in (model[0].base, model[1], model[2]):
         module.register_forward_pre_hook(scaled)
         module.register_forward_hook(scaled)
     for module in (model[0].b, model[1].base):
         module.register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
-    return model
-
-
-@each(name=mark_seldom(CODECS, "int8"))
-@real_ranks(4)
-def test_hooks_meshes_of_two_axes_and_overrides(rank: int, name: str) -> None:
-    """Split over either axis, over both in either order or neither, and some units in another way than others."""
-    model, codec = hooked(model_of()), CODECS[name]
     mesh = mesh_of(2, 2)
     grads, losses = expected(model, codec, XS)
     wanted = {name: p.detach() for name, p in quantized(model, codec).named_parameters()}

@@ -124,12 +124,6 @@ def product(name: str, model: nn.Module, spec: fs.PartitionSpec, x: Tensor, y: T
     return products.ggnvp(outputs, LOSSES[name][0](y, t), params, v)
 
 
-def check(got: fs.Params, name: str, spec: fs.PartitionSpec, ranks: int, rank: int | None = None) -> None:
-    want = unflat(matrix(name, ranks) @ flat(V))
-    assert max(w.abs().max() for w in want.values()) > 1e-3
-    assert_close(got, fs.shard(want, spec, rank=rank), **CLOSE)
-
-
 @each
 @pytest.mark.parametrize("model", [MODEL, WITHOUT_RULE], ids=["", "no forward rule"])
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
@@ -139,8 +133,10 @@ def test_simulated_ranks_have_the_explicit_matrix(name: str, policy: str, sizes:
     ranks = 4 if "replicate" in sizes else 2
     run = fs.testing.spmd(lambda mesh, *batch: product(name, model, on.on(mesh), *batch), sizes)
     got = run(X[:ranks], labels(name)[:ranks], TARGETS[:ranks])
+    want = unflat(matrix(name, ranks) @ flat(V))
+    assert max(w.abs().max() for w in want.values()) > 1e-3
     for rank in range(ranks):
-        check({key: g[rank] for key, g in got.items()}, name, on.on(sizes), ranks, rank)
+        assert_close({key: g[rank] for key, g in got.items()}, fs.shard(want, on.on(sizes), rank=rank), **CLOSE)
 
 
 # --- what else is a right result ---

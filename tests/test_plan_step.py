@@ -413,13 +413,6 @@ def test_wrong_options(model: str, options: list[str], words: str, capsys: pytes
     assert words in capsys.readouterr().err
 
 
-def rows_of(root: ElementTree.Element) -> list[list[ElementTree.Element]]:
-    """The boxes of each rank's slices; a row that is another one's copy has the same ones."""
-    groups = {g.attrib["id"]: g for g in root.iter(f"{SVG}g") if g.attrib.get("id", "").startswith("rank")}
-    copies = [groups[use.attrib["href"].removeprefix("#")] for use in root.iter(f"{SVG}use")]
-    return [[*g.iter(f"{SVG}rect")] for g in (*groups.values(), *copies)]
-
-
 def test_picture() -> None:
     """Areas for what is held, a box for every slice and its padding to scale, and the streams, inside of the picture."""
     module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
@@ -433,7 +426,9 @@ def test_picture() -> None:
         x, y, w, h = (float(rect.attrib.get(name, 0)) for name in ("x", "y", "width", "height"))
         assert 0 <= x <= x + w <= width
         assert 0 <= y <= y + h <= height
-    rows = rows_of(root)
+    groups = {g.attrib["id"]: g for g in root.iter(f"{SVG}g") if g.attrib.get("id", "").startswith("rank")}
+    copies = [groups[use.attrib["href"].removeprefix("#")] for use in root.iter(f"{SVG}use")]  # of another rank's row
+    rows = [[*g.iter(f"{SVG}rect")] for g in (*groups.values(), *copies)]
     assert len(rows) == 3
     padding = {id(r) for g in root.iter(f"{SVG}g") if "padding" in g.attrib.get("fill", "") for r in g.iter(f"{SVG}rect")}
     sizes = [(float(r.attrib["width"]), id(r) in padding) for row in rows for r in row]

@@ -72,21 +72,15 @@ def test_signatures_are_those_that_python_sees() -> None:
         if not shown.startswith("(") or (inspect.isclass(given) and "Protocol" in str(given.__bases__)):
             continue
         namespace: dict[str, Any] = {}
-        code = re.sub(r"-> .*$", "", shown)
-        exec(f"from __future__ import annotations\ndef f{without_defaults(code)}: ...", namespace)
+        (tree,) = ast.parse(f"def f{re.sub(r'-> .*$', '', shown)}: ...").body
+        assert isinstance(tree, ast.FunctionDef)
+        tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
+        tree.args.kw_defaults = [x and ast.Constant(None) for x in tree.args.kw_defaults]
+        exec(f"from __future__ import annotations\ndef f({ast.unparse(tree.args)}): ...", namespace)
         want = [(p.name, p.kind) for p in inspect.signature(given).parameters.values()]
         assert [(p.name, p.kind) for p in inspect.signature(namespace["f"]).parameters.values()] == want, name
         checked += 1
     assert checked > 100
-
-
-def without_defaults(code: str) -> str:
-    """A signature in which every default is None."""
-    (tree,) = ast.parse(f"def f{code}: ...").body
-    assert isinstance(tree, ast.FunctionDef)
-    tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
-    tree.args.kw_defaults = [x and ast.Constant(None) for x in tree.args.kw_defaults]
-    return f"({ast.unparse(tree.args)})"
 
 
 def test_public_functions_have_an_example_that_runs() -> None:

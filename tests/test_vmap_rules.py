@@ -263,22 +263,18 @@ def on_groups(rank: int, cases: list[Case], sizes: dict[str, int]) -> list[Tenso
     return [nest(case.levels[len(sizes) :], dict(mesh.axes), of_case(case), stacked(case, index)) for case in cases]
 
 
-def check_on_groups(pool: Pool, many: list[Case], sizes: dict[str, int]) -> None:
-    answers = pool.run(on_groups, many, sizes)
-    for k, case in enumerate(many):
-        got: dict[Index, Tensor] = {}
-        for at, answer in zip(itertools.product(*map(range, sizes.values())), answers, strict=True):
-            got |= {at + index: value for index, value in unstacked(case.levels[len(sizes) :], answer[k]).items()}
-        agree(case, got, expected(case, WAYS[case.way](COLLECTIVES[case.op])[1]))
-
-
 @pytest.mark.parametrize("sizes", [{"a": 2}, {"a": 2, "b": 2}], ids=["one axis", "two axes"])
 @settings(max_examples=depth(3, 100))
 @given(data=st.data())
 def test_any_nesting_on_process_groups(gloo2: Pool, gloo4: Pool, sizes: dict[str, int], data: st.DataObject) -> None:
     """The same where the axis is processes, under one to three vmaps, or either axis of a real mesh of two."""
     many = data.draw(st.lists(cases(sizes), min_size=8, max_size=8))
-    check_on_groups(gloo2 if len(sizes) == 1 else gloo4, many, sizes)
+    answers = (gloo2 if len(sizes) == 1 else gloo4).run(on_groups, many, sizes)
+    for k, case in enumerate(many):
+        got: dict[Index, Tensor] = {}
+        for at, answer in zip(itertools.product(*map(range, sizes.values())), answers, strict=True):
+            got |= {at + index: value for index, value in unstacked(case.levels[len(sizes) :], answer[k]).items()}
+        agree(case, got, expected(case, WAYS[case.way](COLLECTIVES[case.op])[1]))
 
 
 @every(chunk_size=[1, 2, 5, 7], op=COLLECTIVES)
