@@ -33,7 +33,6 @@ LAWS = (
     test_gradients.test_g3_samples,
     test_gradients.test_g5_nothing_runs,
     test_gradients.test_g8_sgd_steps_commute_with_sharding,
-    test_gradients.test_g9_parts_called_in_any_order_again_or_never,
     test_layout.test_l1_unflatten_inverts_flatten,
     test_layout.test_l2_every_element_has_one_owner,
     test_layout.test_l2_slices_join_to_the_buffer,

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parity import DERIVATIVES, numbers, strategies
 from ranks import Pool, mesh_of, real_ranks
-from test_sharding import layers, message, square, values
+from test_gather_full import values
+from test_sharding import layers, message
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -84,7 +85,7 @@ def routed(rank: int, strategy: str, route: str, step: str, **options: Any) -> s
     x = numbers(rank, 0, width=6)
 
     def loss(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (x, own), spec=spec, **options).square().sum()
+        return fs.functional_call(model, params, (x, own), spec=spec, **options).mesh_of(2, 2).sum()
 
     return error_of(DERIVATIVES[step](loss), params)
 
@@ -273,7 +274,7 @@ def test_no_rank_returns_values_where_one_between_others_ran_another_unit(rank: 
 KINDS = {
     "P('shard')": lambda model: fs.by_type(nn.Linear)(model).bound,
     "P()": lambda model: fs.policies.whole(P())(model).bound,
-    "HSDP": lambda model: fs.by_type(nn.Linear)(model).on(square()),
+    "HSDP": lambda model: fs.by_type(nn.Linear)(model).on(mesh_of(2, 2)),
 }
 
 
@@ -355,7 +356,7 @@ def test_values_of_one_rank(rank: int, ranks: int, src: int, p: P) -> None:
     with torch.device("cpu" if rank == src else "meta"):
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 7))
     before = values(model)
-    spec = fs.by_type(nn.Linear, p=p)(model).on(mesh_of(1, 2) if ranks == 2 else square())
+    spec = fs.by_type(nn.Linear, p=p)(model).on(mesh_of(1, 2) if ranks == 2 else mesh_of(2, 2))
     same(fs.shard(model, spec, src=src), fs.shard(expected, spec, rank=rank))
     same(fs.shard(values(model), spec, src=src), fs.shard(expected, spec, rank=rank))
     if rank == src:
