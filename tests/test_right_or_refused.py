@@ -292,6 +292,60 @@ def test_a_call_in_a_call() -> None:
     torch.testing.assert_close(got, expected, **EXACT)
 
 
+def penalised(m: Any, x: Tensor) -> Tensor:
+    """A gradient by the weights of layers that have run."""
+    h = m.a(x)
+    grads = torch.autograd.grad(m.b(h.tanh()).pow(2).mean(), [*m.parameters()], create_graph=True, allow_unused=True)
+    return h + sum(g.pow(2).sum() for g in grads if g is not None)
+
+
+def hooked(m: Any, x: Tensor) -> Tensor:
+    if m.a.weight.requires_grad:
+        m.a.weight.register_hook(lambda g: 2 * g)
+    return m.b(m.a(x).tanh())
+
+
+def tied(m: Any, x: Tensor) -> Tensor:
+    """A weight that is read after its module has run, and another one since: it counts as often as it is used."""
+    return m.b(m.a(x).tanh()) @ m.a.weight
+
+
+def copied(m: Any, x: Tensor) -> Tensor:
+    """What is saved under hooks that copy has no derivative."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        x = m.a(x).tanh()
+    return m.b(x)
+
+
+OTHER = "parameter 'a.weight' is read in forward where its module computes with another tensor"
+READ_BY = {"shard": P("shard"), "remat": P("shard", remat=True), "keep": P("shard", reshard=False)}
+READS: dict[str, tuple[Any, dict[str, str], str]] = {  # by strategy, where a first derivative is refused; and a second one
+    "a gradient by weights": (penalised, {"shard": OTHER, "remat": OTHER}, ""),
+    "a hook on a weight": (hooked, {"remat": OTHER}, ""),
+    "a weight of before": (tied, {}, ""),
+    "hooks of its own": (copied, {}, "'a' is read within torch.autograd.graph.saved_tensors_hooks of forward's own, inside of"),
+}
+
+
+@every(read=READS, strategy=READ_BY)
+@real_ranks(2)
+def test_weights_read_where_others_are_computed_with(rank: int, read: str, strategy: str) -> None:
+    """A gradient by them, or a hook on them, would miss what the module did with those that it was given."""
+    forward, first, second = READS[read]
+    torch.manual_seed(0)
+    model = module_class("Reads", lambda: {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}, forward)().double()
+    x, spec = torch.randn(3, 4).double(), fs.by_type(nn.Linear, p=READ_BY[strategy])(model).bound
+    loss, params = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum(), fs.shard(model, spec)
+    torch.autograd.backward(model(x).square().sum())
+    expected = fs.shard({name: q.grad for name, q in model.named_parameters()}, spec)
+    if words := first.get(strategy):
+        refused(RuntimeError, words, lambda: fs.grad(loss)(params))
+    else:
+        torch.testing.assert_close(fs.grad(loss)(params), expected, **EXACT)
+    if second:
+        refused(RuntimeError, second, lambda: fs.hvp(loss, params, params, forward=False))
+
+
 class Remembers(nn.Module):
     """What forward leaves behind outlives the transforms that it was computed in."""
 

@@ -1017,6 +1017,22 @@ def test_operators_that_were_taken_apart() -> None:
     assert seen["aten.sigmoid.default" if "aten.sigmoid.default" in seen else "aten.neg.default"] is torch.ops.aten.silu.default
 
 
+def test_a_separate_tensor() -> None:
+    """It computes as any other, and refuses what is about its own node: a gradient by it, hooks."""
+
+    def check(x: Tensor) -> Tensor:
+        y = 2 * x
+        y.__class__, vars(y)["message"] = _torch.SeparateTensor, "the message"
+        assert type(y + 1) is type(F.linear(y, y[None])) is Tensor
+        for use in (lambda: torch.autograd.grad(y.sum(), [x, y]), lambda: y.register_hook(print), lambda: y.retain_grad()):
+            refused(RuntimeError, "the message", use)
+        return y.square().sum()
+
+    assert torch.func.grad(check)(torch.ones(2)).equal(torch.full((2,), 8.0))
+    x = torch.ones(2, requires_grad=True)
+    assert torch.autograd.grad(check(x), x)[0].equal(torch.full((2,), 8.0))
+
+
 def test_a_forbidden_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """In any mode it answers questions, and computes nothing until it is allowed again."""
 

@@ -144,7 +144,8 @@ class AttributeWrites(Guard):
                 raise RuntimeError(
                     f"forward leaves a tensor with a graph in attribute '{attr}' of module '{path}', and the call puts that "
                     "back as it was before, so whoever reads it later would get another value and no gradient: expected "
-                    f"attributes=('{name}',), which returns it, or the tensor detached, or in the result of forward"
+                    f"attributes=('{name}',), which returns it, or the tensor detached, or in the result of forward; inside of "
+                    "torch.func all that a module with P(remat=True) computes has a graph: make its constants before the call"
                 )
             is_number = isinstance(value, _SCALARS) or (isinstance(value, Tensor) and value.numel() == 1)
             if path in replaced_buffers and attr in self._before[path] and is_number:

@@ -67,6 +67,7 @@ def _wrap_recomputed(call: Call, path: str, before: ModuleAttributes, scoped: Ca
             call.used_parameters |= {unit.params[i].name for owned in insides()[0].owned.values() for unit, i in owned.values()}
         if call.is_inference or not _torch.needs_graph() or (compiled and can_run_compiled(call, path)):
             return scoped(*args, **kwargs)
+        call.scopes.refuse_hooks(f"module '{path}'", _torch.current_pack_hook())
         if not isinstance(call.mode, Overlapped) or not call.mode.is_at_call_level():
             return _recompute_module(call, insides(), before, (), args, kwargs)
         call.scopes.enter(call.units_at(path))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._core.spec import PartitionSpec
+from .._core.tree import is_within
 from .._core.unit import Unit
 from .._spec.options import inner_calls
 from .._transforms.ambient import RUNNING, run_unrecorded
@@ -42,7 +43,13 @@ class UnitScopes:
     the reference: what user code still holds stays readable.
     """
 
-    def __init__(self, mode: Inline, exclude: Callable[[Sequence[Tensor]], None] | None, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        mode: Inline,
+        exclude: Callable[[Sequence[Tensor]], None] | None,
+        buffers: Mapping[str, Tensor],
+        recomputed: Iterable[str] = (),
+    ) -> None:
         self._mode, self._exclude = mode, exclude  # the latter takes parameters that stay gathered
         self._differentiable, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.hook = self._outer = _torch.current_pack_hook()  # the first is what replaces saved tensors while forward runs
@@ -52,9 +59,10 @@ class UnitScopes:
         self._scopes: list[list[UnitInUse]] = [[]]
         self._pending: list[UnitInUse] = []  # left, but not freed before the next gather, in case the forward ends here
         self._written: tuple[Unit, str] | None = None  # a parameter that forward has written to
+        self._freed = set(recomputed)  # the keys of units whose modules compute with other tensors than are gathered later
 
-    def gather(self, unit: Unit) -> UnitInUse:
-        """Return the unit; gather it unless it is in use."""
+    def gather(self, unit: Unit, *, is_read: bool = False) -> UnitInUse:
+        """Return the unit; gather it unless it is in use, for its module or because forward reads one of its parameters."""
         if RUNNING.names != self._inside:
             name = RUNNING.names[-1]
             instead = next(text for kind, text in _INSTEAD.items() if name.startswith(kind))
@@ -64,7 +72,7 @@ class UnitScopes:
             )
         hooks = _torch.current_saved_tensor_hooks(False)
         if (hook := hooks[0] if hooks else None) is not self.hook or not torch.is_grad_enabled():
-            self._refuse_checkpoints(unit, hook)
+            self.refuse_hooks(f"unit '{unit.key}'", hook)
         gathered = self.active.get(unit.key)
         if gathered is not None and (not gathered.level or gathered.level <= _torch.current_level()):
             if gathered in self._pending:
@@ -79,19 +87,29 @@ class UnitScopes:
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
             gathered = run_unrecorded(self._mode.gather, unit)
         gathered.watch.views = gathered.views
+        if is_read and unit.key in self._freed and not _torch.is_in_graph():
+            for view, param in zip(gathered.views, unit.params, strict=True):
+                view.__class__, vars(view)["message"] = _torch.SeparateTensor, _SEPARATE.format(param.name)
         if self._exclude and not gathered.reshard:
             self._exclude(gathered.views)
         self.active[unit.key] = gathered
         self._scopes[-1].append(gathered)
         return gathered
 
-    def _refuse_checkpoints(self, unit: Unit, hook: Callable[..., object] | None) -> None:
-        """Raise RuntimeError if torch.utils.checkpoint inside the call runs a module with this unit."""
-        inside = hook is not self._outer and hook is not None and hook.__module__ == "torch.utils.checkpoint"
+    def refuse_hooks(self, what: str, hook: Callable[..., object] | None) -> None:
+        """Raise RuntimeError if the hook is torch.utils.checkpoint's, or in a transform another of forward's own."""
+        own = getattr(hook, "__module__", "funshard") if hook is not self._outer else "funshard"
+        if _torch.current_level() and not own.startswith(("funshard", "torch.utils.checkpoint")):
+            raise RuntimeError(
+                f"{what} is read within torch.autograd.graph.saved_tensors_hooks of forward's own, inside of torch.func, which "
+                "has none: what they save would be without its derivative; expected none (P(offload='activations') keeps what "
+                "is saved on the host), or a gradient of first order by fs.grad"
+            )
+        inside = own == "torch.utils.checkpoint"
         quiet = self._differentiable and not torch.is_grad_enabled()  # as in a reentrant checkpoint, or by the user's wish
         if inside or (quiet and _torch.count_reentrant_checkpoints() > self._outer_reentrant):
             raise RuntimeError(
-                f"unit '{unit.key}': torch.utils.checkpoint inside functional_call would recompute with the module's own "
+                f"{what}: torch.utils.checkpoint inside functional_call would recompute with the module's own "
                 "parameters, not with these: expected none; checkpoint the functional_call as a whole"
             )
 
@@ -103,6 +121,7 @@ class UnitScopes:
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]
             gathered.views = ()
+            self._freed.add(gathered.unit.key)
             self._mode.leave(gathered, keep=keep_for_backward)
         many.clear()
 
@@ -147,6 +166,13 @@ class UnitScopes:
             if self._written and not interrupted:
                 raise write_error(*self._written) from cause
 
+
+_SEPARATE = (
+    "parameter '{}' is read in forward where its module computes with another tensor, because its unit was gathered before and "
+    "freed, or has P(remat=True): a gradient by it, or a hook on it, would miss what the module does; expected "
+    "P(reshard=False) without remat for the unit, or that in the module's own forward"
+)
+"""The error of `SeparateTensor` for a parameter of this name."""
 
 _INSTEAD = {
     "module ": "the parameter among the arguments, or P(remat=True) for a module around both",
@@ -219,7 +245,8 @@ class Call:
         self.offload = choose_offload(inputs.params, inputs.spec, outer, is_inner=is_inner)
         replaces = outer is None or self.offload is not None
         self.mode = choose_mode(inputs, is_inner=is_inner, replaces=replaces)
-        self.scopes = UnitScopes(self.mode, self.offload and self.offload.exclude, buffers or {})
+        recomputed = inputs.spec._compute_once(_find_recomputed, bound.path)
+        self.scopes = UnitScopes(self.mode, self.offload and self.offload.exclude, buffers or {}, recomputed)
         self.is_inference = torch.is_inference_mode_enabled()
         self.used_parameters: set[str] | None = set() if is_inner else None  # what the module has read
 
@@ -300,7 +327,7 @@ class Call:
         """Return the unit's i-th parameter."""
         if self.used_parameters is not None:
             self.used_parameters.add(unit.params[i].name)
-        return self.scopes.gather(unit).views[i]
+        return self.scopes.gather(unit, is_read=True).views[i]
 
     def make_inner(
         self, bound: BoundModule, params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]
@@ -313,6 +340,12 @@ class Call:
         """Return whether a tensor is the unit's i-th parameter as it is gathered now."""
         gathered = self.scopes.active.get(unit.key)
         return gathered is not None and gathered.views[i] is tensor
+
+
+def _find_recomputed(spec: PartitionSpec, path: str) -> tuple[str, ...]:
+    """Return the keys of the units of recomputed modules inside of the one at this path."""
+    inner = [other for other in inner_calls(spec) if other != path]
+    return tuple(unit.key for unit in spec if any(is_within(own, other) for own in unit.paths for other in inner))
 
 
 def _units_by_path(spec: PartitionSpec) -> dict[str, list[Unit]]:

@@ -128,7 +128,7 @@ def saved_tensor_hooks(
     unpack: Callable[[object], Tensor],
     *,
     what: str = "functional_call: forward",
-    instead: str = "P(reshard=False) for every unit, which replaces none",
+    instead: str = "P(reshard=False), and no remat, for every unit, which replaces none",
 ) -> Generator[None]:
     """Install saved-tensor hooks, also inside torch.func.grad, which disables those of torch.autograd.graph.
 
@@ -146,7 +146,8 @@ def saved_tensor_hooks(
         if "support saved tensor hooks" not in error_text(error):
             raise
         raise RuntimeError(
-            f"{what} uses a torch.func transform, which torch refuses where saved tensors are replaced: expected {instead}"
+            f"{what} uses a torch.func transform, or recomputes a derivative, which torch refuses where saved tensors are "
+            f"replaced: expected {instead}"
         ) from error
     finally:
         if message is not None:

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # pyright: ignore[reportPrivateUsage]
 
+from .modules import SeparateTensor
+
 A = TypeVar("A")
 
 
@@ -124,7 +126,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN_TYPES and tensor.layout is _STRIDED
 
 
-PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor, SeparateTensor})
 _STRIDED = torch.strided
 
 

@@ -190,6 +190,23 @@ def forbid(tensors: Iterable[Tensor]) -> Callable[[], None]:
     return allow
 
 
+class SeparateTensor(Tensor):
+    """The class of a parameter whose module computes with another tensor: hooks on it, and gradients by it, would miss that.
+
+    Pinned by ``test_a_separate_tensor``.
+    """
+
+    message: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.autograd.grad, Tensor.register_hook, Tensor.retain_grad):
+            separate = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SeparateTensor))
+            raise RuntimeError(next(separate).message)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 _QUESTIONS: frozenset[Any] = frozenset(
     [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__]
     + [getattr(torch._C.TensorBase, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "requires_grad")]

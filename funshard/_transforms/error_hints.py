@@ -38,6 +38,11 @@ _HINTS = (
         "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)",
     ),
     (
+        "tensors does not require grad and does not have a grad_fn",
+        "if torch.autograd.grad in forward raises this, in P(remat=True) or fs.remat and in several transforms: what runs "
+        "again has no graph of its own there; expected torch.func.grad in its place, or no remat of the module",
+    ),
+    (
         f"{_NO_FORWARD_RULE}|{_WRITES_TANGENT}",  # into a tangent that is zero, as the rule of mse_loss's backward does
         "torch has no forward-mode rule for {operator}: a gradient of a gradient may do, as fs.hvp(..., forward=False)",
     ),
