@@ -231,7 +231,10 @@ def _reduce_over_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tup
     if not unit.numel:
         return buffer
     mesh = spec.bound_mesh
-    buffer = _move_axes_first(buffer, unit, spec, over)
+    order = sorted(range(len(unit.p.axes)), key=lambda i: unit.p.axes[i] not in over)
+    if order != sorted(order):  # the axes to reduce over come first
+        sizes = [mesh[name].size for name in unit.p.axes]
+        buffer = buffer.unflatten(0, (*sizes, -1)).permute(*order, len(order)).flatten()
     narrow = buffer.itemsize == 2
     # of 16 bits all before the sum, as torch's allreduce and fp16 hooks do, whose results these are
     if (ranks := count_ranks(over if narrow else (name for name in over if name in unit.local_axes), mesh)) > 1:
@@ -239,14 +242,6 @@ def _reduce_over_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tup
     split = [mesh[name] for name in unit.p.axes if name in over]
     rest = [mesh[name] for name in reversed(over) if name not in unit.distinct_axes]
     return reduce_along(buffer, split, rest, "sum" if narrow else "mean")
-
-
-def _move_axes_first(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
-    order = sorted(range(len(unit.p.axes)), key=lambda i: unit.p.axes[i] not in over)
-    if order == sorted(order):
-        return buffer
-    sizes = [spec.bound_mesh[name].size for name in unit.p.axes]
-    return buffer.unflatten(0, (*sizes, -1)).permute(*order, len(order)).flatten()
 
 
 def _scatter_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, axes: tuple[str, ...]) -> Tensor:
