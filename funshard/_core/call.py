@@ -37,7 +37,7 @@ def unshard(shards: Mapping[str, Tensor], spec: PartitionSpec, *, reduce: Reduce
     The arguments are those of `funshard.unshard`; the spec has no options.
     """
     spec = _check_plain(bind_spec(spec))
-    check_shards(shards, spec, part=True)
+    check_shards(shards, spec)
     return spec._to_model_order(_gather(shards, spec, Reduction.make(reduce)))
 
 

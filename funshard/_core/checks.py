@@ -42,12 +42,9 @@ def check_mapping(params: object, what: str = "params") -> None:
         raise TypeError(f"{what}: expected a dict of tensors by unit key or parameter name, got {type(params).__name__}{hint}")
 
 
-def check_shards(shards: Mapping[str, Tensor], spec: PartitionSpec, *, part: bool = False) -> list[Unit]:
-    """Return the units of these shards; raise ValueError or TypeError, naming the unit, unless `shard` gives such shards.
-
-    All of the spec's, or with ``part`` some of them.
-    """
-    _check_stored(shards, spec, spec, part=part)
+def check_shards(shards: Mapping[str, Tensor], spec: PartitionSpec) -> list[Unit]:
+    """Return the units of these shards, all or some; ValueError or TypeError, naming the unit, unless `shard` gives such."""
+    _check_stored(shards, spec, spec, part=True)
     return [unit for unit in spec if unit.key in shards]
 
 

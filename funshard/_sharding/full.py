@@ -241,7 +241,7 @@ def stream_full(
     """
     spec = bind_spec(spec)
     mesh = spec.bound_mesh
-    units = check_shards(shards, spec, part=True)
+    units = check_shards(shards, spec)
     check_host_resident(shards, spec)
     shards = dict(shards)
     size = parse_bytes(bucket, "bucket")
@@ -249,8 +249,7 @@ def stream_full(
         raise ValueError(f"bucket: expected a positive number of bytes, got {bucket!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):  # pyright: ignore
         raise ValueError(f"dtype: expected a floating point dtype, got {dtype}")
-    if rank0_only and mesh.is_simulated:
-        raise ValueError("stream_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
+    receives = is_receiver(mesh, rank0_only=rank0_only)
     if not mesh.is_simulated and not _torch.is_eager():
         raise RuntimeError(
             "stream_full inside a transform or a compiled function, which the stream could outlive: expected a call outside; "
@@ -273,9 +272,8 @@ def stream_full(
                 used += 1
                 if buffer is not None:
                     yield from _iter_params(buffer, shards[unit.key], unit, mesh, wanted[unit.key], dtype, offload_to_cpu)
-            if is_receiver(mesh, rank0_only=rank0_only):
-                for name in (name for name in ignored if name in chosen):
-                    yield name, copy_if_shared(shards[name].detach(), shards[name], dtype, offload_to_cpu)
+            for name in (name for name in ignored if receives and name in chosen):
+                yield name, copy_if_shared(shards[name].detach(), shards[name], dtype, offload_to_cpu)
         finally:
             if rank0_only:  # the other ranks, which get nothing to stop at, send all of it
                 deque(gathers, maxlen=0)
@@ -287,7 +285,9 @@ def stream_full(
 
 
 def is_receiver(mesh: Mesh, *, rank0_only: bool) -> bool:
-    """Return whether this rank gets parameters."""
+    """Return whether this rank gets parameters. ValueError for ``rank0_only`` on simulated ranks, which all run one code."""
+    if rank0_only and mesh.is_simulated:
+        raise ValueError("rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
     return not (rank0_only and any(rank_coords(mesh, None)))
 
 
@@ -360,10 +360,9 @@ def gather_stored(
     """
     spec = bind_spec(spec)
     mesh = spec.bound_mesh
-    units = check_shards(shards, spec, part=True)
+    units = check_shards(shards, spec)
     check_host_resident(shards, spec)
-    if rank0_only and mesh.is_simulated:
-        raise ValueError("unshard: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
+    receives = is_receiver(mesh, rank0_only=rank0_only)
     full: Params = {}
     waiting: Callable[[], Params] = dict
     for unit, buffer in gather_units(shards, units, mesh, to_first=rank0_only):
@@ -371,11 +370,9 @@ def gather_stored(
         del buffer  # before the next unit is gathered
         full |= waiting()  # the one before, while this one is copied
         waiting = copies
-    if is_receiver(mesh, rank0_only=rank0_only):
-        full |= {
-            name: copy_if_shared(shards[name], shards[name], None, offload_to_cpu) for name in spec.ignored if name in shards
-        }
-    return spec._to_model_order(full | waiting())
+    ignored = [name for name in spec.ignored if receives and name in shards]
+    full |= waiting() | {name: copy_if_shared(shards[name], shards[name], None, offload_to_cpu) for name in ignored}
+    return spec._to_model_order(full)
 
 
 def _copy_params(buffer: Tensor, unit: Unit, mesh: Mesh, offload_to_cpu: bool) -> Callable[[], Params]:

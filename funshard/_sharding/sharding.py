@@ -182,7 +182,7 @@ def unshard(
     """
     spec = bind_spec(spec)
     mesh, reduction = spec.bound_mesh, Reduction.make(reduce)
-    given = [unit.key for unit in check_shards(shards, spec, part=True)]
+    given = [unit.key for unit in check_shards(shards, spec)]
     check_host_resident(shards, spec)
     chosen = given if units is None else tuple(units)
     for key in chosen:
@@ -238,7 +238,7 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
     """
     spec, new_spec = bind_spec(spec), bind_spec(new_spec)
     new_mesh = new_spec.bound_mesh
-    given = {unit.key for unit in check_shards(shards, spec, part=True)}
+    given = {unit.key for unit in check_shards(shards, spec)}
     check_host_resident(shards, spec)
     for name in spec.by_name.keys() ^ new_spec.by_name.keys():
         where = "the old spec" if name in spec.by_name else "the new spec"

@@ -62,8 +62,8 @@ def skeleton(model: M) -> M:
     storages = {_torch.storage_id(p): name for name, p in model.named_parameters()}
     inside = {id(x) for x in (*model.modules(), *model.parameters())}
     for path, module in model.named_modules():
-        for name, tensor in _own_tensors(module):
-            if id(tensor) in memo:
+        for name, tensor in (*module._buffers.items(), *vars(module).items()):
+            if not isinstance(tensor, Tensor) or id(tensor) in memo:
                 continue
             if (owner := storages.get(_torch.storage_id(tensor))) is not None:
                 raise ValueError(
@@ -130,10 +130,6 @@ def _make_meta_parameter(param: Tensor, name: str) -> nn.Parameter:
     bare = nn.Parameter(empty, requires_grad=param.requires_grad)
     vars(bare).update(vars(param))
     return bare
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((name, x) for some in (module._buffers, vars(module)) for name, x in some.items() if isinstance(x, Tensor))
 
 
 def _own_functions(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:

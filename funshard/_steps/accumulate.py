@@ -245,7 +245,7 @@ class AccumulationPlan:
         """Check the arguments, compare those of all ranks, and make a plan."""
         spec = bind_spec(spec)
         mesh = spec.bound_mesh
-        units = check_shards(params, spec, part=True)
+        units = check_shards(params, spec)
         check_host_resident(params, spec)
         for name in params:
             if name not in spec.by_key:
