@@ -85,7 +85,7 @@ def routed(rank: int, strategy: str, route: str, step: str, **options: Any) -> s
     x = numbers(rank, 0, width=6)
 
     def loss(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (x, own), spec=spec, **options).mesh_of(2, 2).sum()
+        return fs.functional_call(model, params, (x, own), spec=spec, **options).square().sum()
 
     return error_of(DERIVATIVES[step](loss), params)
 
