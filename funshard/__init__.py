@@ -28,7 +28,7 @@ one of them:
     planning     plan, Hardware
     submodules   policies, optim, curvature, checkpoint, loss_scale, averaging, compress, codecs, collectives, data, testing
 
-For those who change the package, its map: a folder imports only from floors below its own (tests/test_house.py), and a name
+For those who change the package, its map: a folder imports only from floors below its own (tests/house), and a name
 without an underscore is public.
 
    11  __main__                         python -m funshard plan

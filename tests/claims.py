@@ -61,8 +61,7 @@ def read_headings() -> dict[str, str]:
 @functools.cache
 def tests_of(file: str) -> frozenset[str]:
     """Return the tests of a file, and the rows of its table."""
-    path = TESTS / file
-    text = path.read_text() if path.is_file() else ""
+    text = next((path.read_text() for path in TESTS.rglob(file)), "")
     return frozenset(re.findall(r"^(?:def | +f?\")(test_\w+)(?:\(|[^\"]*\": Claim\()", text, re.MULTILINE))
 
 

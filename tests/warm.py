@@ -1,6 +1,6 @@
 """What processes forked for tests need and is slow the first time: imported, and used once, where they are forked from.
 
-Of torch and transformers alone: each rank meets funshard for the first time. No thread is started (tests/test_ranks.py).
+Of torch and transformers alone: each rank meets funshard for the first time. No thread is started (tests/collectives).
 """
 
 from __future__ import annotations

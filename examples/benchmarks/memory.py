@@ -16,7 +16,7 @@ peers.py. Two kinds of step:
 FSDP2's remat is torch.utils.checkpoint (not reentrant), and its updates in backward ("hooks") one AdamW for each parameter by
 ``register_post_accumulate_grad_hook``, in the last micro-batch's backward. "offload" is CPUOffloadPolicy, without pinned
 memory, which needs a GPU. What goes to the host stays on the device here, so that ``P(offload="activations")`` has no row:
-tests/test_offload_memory.py has its peaks.
+tests/remat/test_offload_memory.py has its peaks.
 
 A peak is the most that one rank's tensors hold during a step, at rest included, by the profiler's record of every
 allocation: on a fake process group, whose collectives are done at once, so that it is exact; and the least and the most of a

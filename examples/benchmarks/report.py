@@ -50,7 +50,7 @@ def report(head: Sequence[str], rows: Sequence[Sequence[str]], figures: object, 
 
 
 def save(name: str, result: Mapping[str, Any]) -> None:
-    """Write a file of results, from which the tables of README and guide are (tests/test_benchmarks.py)."""
+    """Write a file of results, from which the tables of README and guide are (tests/pages/test_benchmarks.py)."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 

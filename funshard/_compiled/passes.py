@@ -9,7 +9,7 @@ the end. Two passes give the graph the schedule that functional_call has without
 - `_NodeOrder`: a gather starts where the unit before it is first used, and its wait is at its own unit's first use. A
   reduction starts as soon as its gradient is complete, and its wait is where the next one starts.
 
-tests/test_compile.py pins what is private in torch: `_GRAD_FUNCTIONS` and ``meta["custom"]``.
+tests/compile/test_compile.py pins what is private in torch: `_GRAD_FUNCTIONS` and ``meta["custom"]``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """compile: a whole training step as one graph, with the schedule of functional_call (passes.py).
 
 Inductor's own passes that reorder the graph are off, because the schedule is its order. Private in torch: inductor's
-``compile_fx``, ``joint_custom_pre_pass`` and ``post_grad_custom_post_pass``, which tests/test_compile.py and
-tests/test_compile_remat.py pin.
+``compile_fx``, ``joint_custom_pre_pass`` and ``post_grad_custom_post_pass``, which tests/compile/test_compile.py and
+tests/compile/test_compile_remat.py pin.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Policies: pure functions from a module pytree to a partition spec.
 
 After torch.distributed.fsdp.wrap; where these differ from their namesakes there (shared modules and tied parameters
-are counted once, root options are never changed) tests/test_policies.py says so. `funshard.policies` has more of them.
+are counted once, root options are never changed) tests/core/test_policies.py says so. `funshard.policies` has more of them.
 """
 
 from __future__ import annotations

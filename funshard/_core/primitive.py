@@ -1,7 +1,7 @@
 """The one autograd Function of linear maps between ranks, and the collectives as such maps.
 
 torch.func differentiates the functional ops of torch wrongly (grad raises, jvp is silently zero, vmap is silently wrong; pinned
-in tests/test_torch_facts.py), so they run only inside the forward of this Function. What the ops do is in ops.py.
+in tests/house/test_torch_facts.py), so they run only inside the forward of this Function. What the ops do is in ops.py.
 """
 
 from __future__ import annotations

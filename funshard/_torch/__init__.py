@@ -1,4 +1,4 @@
-"""The private parts of torch that funshard uses; tests/test_torch_facts.py pins each of them.
+"""The private parts of torch that funshard uses; tests/house/test_torch_facts.py pins each of them.
 
 Most is about torch.func's stack of transforms, for which torch has no public questions; the rest about what autograd saves
 and runs, storages, and process groups.

@@ -92,7 +92,7 @@ def assume_constant(fn: F) -> F:
 
 
 def allow_in_graph(fn: F) -> F:
-    """Apply torch.compiler.allow_in_graph, when Dynamo first traces the function. Pinned by tests/test_import.py."""
+    """Apply torch.compiler.allow_in_graph, when Dynamo first traces the function. Pinned by tests/house/test_import.py."""
 
     @assume_constant
     def known() -> None:

@@ -29,7 +29,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 import funshard as fs
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LAYERS, STEPS = depth((1, 20), (2, 30))
 TINY = f"--layers {LAYERS} --dim 32 --heads 2 --seq 32 --batch 4 --steps {STEPS} --warmup 5 --lr 1e-2 --log-every 1 --sample 8"
 TINY += depth(" --eval-batches 2 --max-bytes 1000000", "")

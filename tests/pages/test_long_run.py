@@ -10,7 +10,7 @@ import torch
 from depth import depth, seldom
 from ranks import ended, start
 
-SCRIPT = Path(__file__).parent / "long_run.py"
+SCRIPT = Path(__file__).parents[1] / "long_run.py"
 STEPS = depth(60, 2000)
 KILLS = {STEPS // 3 + 1: 1, 2 * STEPS // 3 + 4: 0}
 """The rank that is killed at each of these steps."""

@@ -32,7 +32,7 @@ from funshard._plan.picture import CATEGORY_COLORS
 from funshard._plan.plan import main
 
 P = fs.P
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def load(folder: Path, name: str) -> Any:
@@ -338,7 +338,7 @@ def test_a_step_without_spec() -> None:
 
 
 # --- python -m funshard plan, and the picture of a plan ---
-GUIDE = Path(__file__).parent.parent / "examples" / "guide"
+GUIDE = Path(__file__).parents[2] / "examples" / "guide"
 
 MODEL = """
 from torch import nn

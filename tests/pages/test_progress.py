@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import launch
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 import progress  # noqa: E402
 

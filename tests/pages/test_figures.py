@@ -14,7 +14,7 @@ import torch
 from depth import seldom
 from ranks import launch
 
-GUIDE = Path(__file__).parent.parent / "examples" / "guide"
+GUIDE = Path(__file__).parents[2] / "examples" / "guide"
 
 
 def load() -> Any:

@@ -1,6 +1,6 @@
 """Every transform with every strategy, on simulated and on real ranks, is plain autograd on the whole model.
 
-The cells of the guide's table: `table` makes it of what is tested here, and ``python tests/test_matrix.py`` prints it.
+The cells of the guide's table: `table` makes it of what is tested here, and ``python tests/combined/test_matrix.py`` prints it.
 """
 
 from __future__ import annotations
@@ -688,7 +688,7 @@ def test_the_cells_are_not_trivial() -> None:
 
 def test_the_guide_has_the_table() -> None:
     """Word for word."""
-    page = Path(__file__).parent.parent / "examples" / "guide" / "transforms.md"
+    page = Path(__file__).parents[2] / "examples" / "guide" / "transforms.md"
     assert table() in page.read_text(), f"{page} should have:\n\n{table()}"
 
 

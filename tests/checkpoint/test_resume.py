@@ -28,7 +28,7 @@ from funshard.checkpoint._save import RangeWriter
 
 # --- train_gpt.py: ended, and started again. ---
 
-TRAIN = Path(__file__).parent.parent / "examples" / "train_gpt.py"
+TRAIN = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 STEPS, EVERY = depth(20, 40), 5
 TINY = f"--layers 1 --dim 32 --heads 2 --seq 16 --batch 12 --steps {STEPS} --warmup 5 --lr 1e-2 --log-every 1 --sample 1"
 TINY += f" --eval-batches 1 --max-bytes 100000 --every {EVERY}"

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 import context_parallel as example  # noqa: E402
 

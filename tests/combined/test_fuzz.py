@@ -1,7 +1,7 @@
 """R1 and R4: whatever people write in a forward is exact, or an error that says so, and nothing of the caller's is changed.
 
 Pieces of fuzz_modules.py, put together at random, under each transform, beside the plain model (fuzz_cases.py);
-``pytest --thorough tests/test_fuzz.py`` runs 20,000. Every bug that was found is an example.
+``pytest --thorough tests/combined/test_fuzz.py`` runs 20,000. Every bug that was found is an example.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ import funshard as fs
 from funshard import P, _torch
 from funshard._compiled.step import compile
 
-PATH = Path(__file__).parent.parent / "examples" / "benchmarks" / "common.py"
+PATH = Path(__file__).parents[2] / "examples" / "benchmarks" / "common.py"
 _found = importlib.util.spec_from_file_location("benchmark_models", PATH)
 assert _found is not None
 assert _found.loader is not None

@@ -17,7 +17,7 @@ from depth import depth, seldom
 from ranks import launch
 from torch.utils import _pytree as pytree
 
-BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 LAYERS, DIM, SEQ = 3, 64, 8  # slices of eight ranks have no padding
 GPT = f"--layers {LAYERS} --dim {DIM} --heads 2 --seq {SEQ} --batch 1"
 PEERS = "--rounds 1 --warmup 0 --layers 1 --dim 32 --heads 2 --seq 16 --batch 1 --modes plain,DDP,FSDP2,fs --no-memory"

@@ -250,7 +250,7 @@ def test_a_forked_child_is_no_rank_however_it_ends(tmp_path: Path) -> None:
     """Its `sys.exit` was an error of rank 1 to all ranks, and its end was the rank's."""
     script = tmp_path / "script.py"
     script.write_text(FORKED)
-    said = launch(2, script, str(Path(__file__).parent))
+    said = launch(2, script, str(Path(__file__).parents[1]))
     assert "rank 0 ended" in said
     assert "rank 1 ended" in said
     assert "ValueError: in the child alone" in said  # as it is elsewhere

@@ -16,7 +16,7 @@ import pytest
 
 import funshard
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "guide" / "reference.py"
 RENDER = SCRIPT.with_name("render.py")
 PAGE = SCRIPT.with_suffix(".md")
@@ -84,7 +84,7 @@ def test_signatures_are_those_that_python_sees() -> None:
 
 
 def test_public_functions_have_an_example_that_runs() -> None:
-    """tests/test_readme.py runs them."""
+    """tests/pages/test_readme.py runs them."""
     functions = [name for name in [*TOP, *BELOW] if inspect.isfunction(public(name))]
     assert len(functions) > 90
     assert [name for name in functions if ">>> " not in (public(name).__doc__ or "")] == []

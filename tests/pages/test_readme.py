@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map
 
 import funshard
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 GUIDE = ROOT / "examples" / "guide"
 PAGES = {page.stem: page for page in [README, *sorted(GUIDE.glob("*.md"))]}
@@ -228,7 +228,7 @@ def test_there_are_doctests() -> None:
 
 # --- the table of migrating.md names everything that torch has, and what it offers instead is there ---
 
-PAGE = Path(__file__).parent.parent / "examples" / "guide" / "migrating.md"
+PAGE = Path(__file__).parents[2] / "examples" / "guide" / "migrating.md"
 ROWS = re.findall(r"^\|(.+)\|(.+)\|$", PAGE.read_text(), re.MULTILINE)
 IN_ROWS = {name for theirs, _ in ROWS for code in re.findall(r"`([^`]+)`", theirs) for name in re.findall(r"\w+", code)}
 OURS = [ours for _, ours in ROWS]
