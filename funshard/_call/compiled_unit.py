@@ -28,7 +28,7 @@ from .._transforms.ambient import RUNNING
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
 from .buffers import is_first_warning
 from .modes import UnitInUse
-from .module_state import GatheringParameters, ModuleAttributes
+from .module_state import GatheringParameters, ModuleAttributes, find_modules
 from .running import Call, Override
 
 # --- one compiled function for all modules of a structure ---
@@ -171,7 +171,7 @@ def _compile_forward(
     """Return the forward of the module at ``path``: compiled where torch can run compiled code, else ``forward`` itself."""
     module, chosen = call.bound.modules[path], call.spec.by_run.get(path)
     remat = remat_of(chosen) if chosen else None
-    inside = call.bound.modules_inside(path)
+    inside = [*find_modules(call.bound.modules[path], path, {}).values()]
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -257,10 +257,6 @@ class BoundModule:
             )
         return BoundModule(path, modules, {module: self.owned[module] for module in modules.values()})
 
-    def modules_inside(self, path: str) -> list[nn.Module]:
-        """Return the modules in one of its modules, that one first."""
-        return [*find_modules(self.modules[path], path, {}).values()]
-
     def params_of(self, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the shards, or full parameters, of these units, and the ignored parameters of the module."""
         names = [name for unit in spec for name in (unit.key, *(name for param in unit.params for name in param.names))]

@@ -43,13 +43,7 @@ class UnitScopes:
     the reference: what user code still holds stays readable.
     """
 
-    def __init__(
-        self,
-        mode: Inline,
-        exclude: Callable[[Sequence[Tensor]], None] | None,
-        buffers: Mapping[str, Tensor],
-        recomputed: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, mode: Inline, exclude: Callable[[Sequence[Tensor]], None] | None, buffers: Mapping[str, Tensor]) -> None:
         self._mode, self._exclude = mode, exclude  # the latter takes parameters that stay gathered
         self._differentiable, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.hook = self._outer = _torch.current_pack_hook()  # the first is what replaces saved tensors while forward runs
@@ -59,7 +53,7 @@ class UnitScopes:
         self._scopes: list[list[UnitInUse]] = [[]]
         self._pending: list[UnitInUse] = []  # left, but not freed before the next gather, in case the forward ends here
         self._written: tuple[Unit, str] | None = None  # a parameter that forward has written to
-        self._freed = set(recomputed)  # the keys of units whose modules compute with other tensors than are gathered later
+        self.separate = set[str]()  # keys of units whose modules compute with other tensors than are gathered later
 
     def gather(self, unit: Unit, *, is_read: bool = False) -> UnitInUse:
         """Return the unit; gather it unless it is in use, for its module or because forward reads one of its parameters."""
@@ -87,9 +81,9 @@ class UnitScopes:
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
             gathered = run_unrecorded(self._mode.gather, unit)
         gathered.watch.views = gathered.views
-        if is_read and unit.key in self._freed and not _torch.is_in_graph():
+        if is_read and unit.key in self.separate and not _torch.is_in_graph():
             for view, param in zip(gathered.views, unit.params, strict=True):
-                view.__class__, vars(view)["message"] = _torch.SeparateTensor, _SEPARATE.format(param.name)
+                view.__class__, vars(view)["parameter"] = _torch.SeparateTensor, param.name
         if self._exclude and not gathered.reshard:
             self._exclude(gathered.views)
         self.active[unit.key] = gathered
@@ -102,8 +96,7 @@ class UnitScopes:
         if _torch.current_level() and not own.startswith(("funshard", "torch.utils.checkpoint")):
             raise RuntimeError(
                 f"{what} is read within torch.autograd.graph.saved_tensors_hooks of forward's own, inside of torch.func, which "
-                "has none: what they save would be without its derivative; expected none (P(offload='activations') keeps what "
-                "is saved on the host), or a gradient of first order by fs.grad"
+                "has none: expected P(offload='activations') in their place, or a first derivative by fs.grad"
             )
         inside = own == "torch.utils.checkpoint"
         quiet = self._differentiable and not torch.is_grad_enabled()  # as in a reentrant checkpoint, or by the user's wish
@@ -121,7 +114,7 @@ class UnitScopes:
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]
             gathered.views = ()
-            self._freed.add(gathered.unit.key)
+            self.separate.add(gathered.unit.key)
             self._mode.leave(gathered, keep=keep_for_backward)
         many.clear()
 
@@ -166,13 +159,6 @@ class UnitScopes:
             if self._written and not interrupted:
                 raise write_error(*self._written) from cause
 
-
-_SEPARATE = (
-    "parameter '{}' is read in forward where its module computes with another tensor, because its unit was gathered before and "
-    "freed, or has P(remat=True): a gradient by it, or a hook on it, would miss what the module does; expected "
-    "P(reshard=False) without remat for the unit, or that in the module's own forward"
-)
-"""The error of `SeparateTensor` for a parameter of this name."""
 
 _INSTEAD = {
     "module ": "the parameter among the arguments, or P(remat=True) for a module around both",
@@ -245,8 +231,8 @@ class Call:
         self.offload = choose_offload(inputs.params, inputs.spec, outer, is_inner=is_inner)
         replaces = outer is None or self.offload is not None
         self.mode = choose_mode(inputs, is_inner=is_inner, replaces=replaces)
-        recomputed = inputs.spec._compute_once(_find_recomputed, bound.path)
-        self.scopes = UnitScopes(self.mode, self.offload and self.offload.exclude, buffers or {}, recomputed)
+        self.scopes = UnitScopes(self.mode, self.offload and self.offload.exclude, buffers or {})
+        self.scopes.separate.update(inputs.spec._compute_once(_keys_of_inner_calls, bound.path))
         self.is_inference = torch.is_inference_mode_enabled()
         self.used_parameters: set[str] | None = set() if is_inner else None  # what the module has read
 
@@ -342,8 +328,7 @@ class Call:
         return gathered is not None and gathered.views[i] is tensor
 
 
-def _find_recomputed(spec: PartitionSpec, path: str) -> tuple[str, ...]:
-    """Return the keys of the units of recomputed modules inside of the one at this path."""
+def _keys_of_inner_calls(spec: PartitionSpec, path: str) -> tuple[str, ...]:
     inner = [other for other in inner_calls(spec) if other != path]
     return tuple(unit.key for unit in spec if any(is_within(own, other) for own in unit.paths for other in inner))
 

@@ -25,11 +25,11 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.autograd.function import FunctionCtx
 
 from .. import _torch
 from .._core.flow import Reduction
@@ -68,10 +68,6 @@ class BackwardBuffer:
         self.unit = unit
         self.buffer: Tensor | None = None
         self.secondary: Tensor | None = None  # the slice of forward's buffer that it is gathered from, if not the shard
-
-
-def _nothing_held() -> None:
-    """Return None, as a weak reference to a buffer that nothing holds."""
 
 
 class SavedView:
@@ -382,14 +378,6 @@ class _Entry(_torch.Function):
         return None, None, *out
 
 
-def find_entered_unit(node: object, i: int, receiver: GradReceiver) -> str | None:
-    """Return the unit whose shard this result of a graph's node is, where a call begins whose gradients this receiver takes."""
-    schedule = getattr(node, "schedule", None)
-    if isinstance(node, BackwardCFunction) and isinstance(schedule, Schedule) and schedule.receiver is receiver:
-        return cast("Any", node).keys[i]
-    return None
-
-
 class GatheredUnit:
     """A unit that one call has gathered once in forward, and gathers again in backward."""
 
@@ -405,9 +393,7 @@ class GatheredUnit:
         self.dtypes = self.route.view_dtypes
         self.index = -1  # its place among the units that forward has resharded
         self.forward_buffer: Tensor | None = None
-        self._backward_buffer: Callable[[], BackwardBuffer | None] = (
-            _nothing_held  # a weak reference, if anything holds backward's buffer
-        )
+        self._backward_buffer: Callable[[], BackwardBuffer | None] = lambda: None  # a weak reference, if anything holds one
         self.chain: CollectiveChain | None = None  # the gather, while it is under way
         self.is_trained = False
         self.inner_runs = 0  # of modules that forward ran with this buffer, and that backward runs again

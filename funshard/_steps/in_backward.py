@@ -6,16 +6,18 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from .. import _torch
-from .._call.schedule import find_entered_unit
+from .._call.schedule import Schedule
 from .._core.flow import ReduceBy
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
+from .._units.accumulation import GradReceiver
 from ..optim._norms import check_max_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
 from .accumulate import AccumulationPlan, GradSums, add_up, replacement_key, run_in_place
 
@@ -148,9 +150,9 @@ class _UpdatingSums(GradSums):
             for other, _ in following:
                 if (key := leaves.get(id(getattr(other, "variable", None)))) is not None and replacement_key(node) is None:
                     self._incomplete.add(key)
-                if (key := replacement_key(other)) is not None and find_entered_unit(node, 0, self) is None:
+                if (key := replacement_key(other)) is not None and _find_entered_unit(node, 0, self) is None:
                     self._incomplete.add(key)
-            entered = [find_entered_unit(other, i, self) for other, i in following]
+            entered = [_find_entered_unit(other, i, self) for other, i in following]
             if uses := [(j, key) for j, key in enumerate(entered) if key is not None]:
                 self._uses.update(key for _, key in uses)
                 node.register_hook(functools.partial(self._on_use, uses))
@@ -182,3 +184,11 @@ class _UpdatingSums(GradSums):
         """Hand a unit's gradient of all micro-batches on."""
         with torch.no_grad():
             self._use(key, self._plan.finish_grad(self.remaining.pop(key), self))
+
+
+def _find_entered_unit(node: object, i: int, receiver: GradReceiver) -> str | None:
+    """Return the unit whose shard this result of a graph's node is, where a call begins whose gradients this receiver takes."""
+    schedule = getattr(node, "schedule", None)
+    if isinstance(node, BackwardCFunction) and isinstance(schedule, Schedule) and schedule.receiver is receiver:
+        return cast("Any", node).keys[i]
+    return None

@@ -196,13 +196,17 @@ class SeparateTensor(Tensor):
     Pinned by ``test_a_separate_tensor``.
     """
 
-    message: str
+    parameter: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.autograd.grad, Tensor.register_hook, Tensor.retain_grad):
-            separate = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SeparateTensor))
-            raise RuntimeError(next(separate).message)
+            name = next(x.parameter for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SeparateTensor))
+            raise RuntimeError(
+                f"parameter '{name}' is read in forward where its module computes with another tensor, because its unit was "
+                "freed since, or runs again in backward: a gradient by it, or a hook on it, would miss that; expected "
+                "P(reshard=False) without remat for the unit, or that in the module's own forward"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -1022,10 +1022,10 @@ def test_a_separate_tensor() -> None:
 
     def check(x: Tensor) -> Tensor:
         y = 2 * x
-        y.__class__, vars(y)["message"] = _torch.SeparateTensor, "the message"
+        y.__class__, vars(y)["parameter"] = _torch.SeparateTensor, "w"
         assert type(y + 1) is type(F.linear(y, y[None])) is Tensor
         for use in (lambda: torch.autograd.grad(y.sum(), [x, y]), lambda: y.register_hook(print), lambda: y.retain_grad()):
-            refused(RuntimeError, "the message", use)
+            refused(RuntimeError, "parameter 'w' is read in forward where its module computes with another", use)
         return y.square().sum()
 
     assert torch.func.grad(check)(torch.ones(2)).equal(torch.full((2,), 8.0))
