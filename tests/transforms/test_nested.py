@@ -78,7 +78,11 @@ STACKS: dict[str, Callable[[Loss, Tree, Tree], Tree]] = {
 }
 
 
-SENT = fs.Precision(codec=fs.Codec(lambda x: (x / 2, x - x / 2), torch.add))
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x / 2, x - x / 2
+
+
+SENT = fs.Precision(codec=fs.Codec(halves, torch.add))
 USUAL = ["grad of grad", "fs.grad of grad", "autograd of grad", "grad of grad of grad", "jvp of grad", "grad of jvp"]
 USUAL += ["grad of a pullback", "two calls in one"]
 TWICE = ["grad of grad", "fs.grad of grad", "autograd of grad", "grad of a pullback", "pulled back after all"]
