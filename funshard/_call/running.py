@@ -83,7 +83,8 @@ class UnitScopes:
         gathered.watch.views = gathered.views
         if is_read and unit.key in self.separate and not _torch.is_in_graph():
             for view, param in zip(gathered.views, unit.params, strict=True):
-                view.__class__, vars(view)["parameter"] = _torch.SeparateTensor, param.name
+                if type(view) is Tensor:  # and not a fake one
+                    view.__class__, vars(view)["parameter"] = _torch.SeparateTensor, param.name
         if self._exclude and not gathered.reshard:
             self._exclude(gathered.views)
         self.active[unit.key] = gathered
