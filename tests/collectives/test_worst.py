@@ -297,12 +297,12 @@ TASKS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "post-local SGD": (4, test_averaging.test_post_local_sgd, (None, ())),
     "clip_by_global_norm": (2, test_optim.test_low_precision_grads, ()),
     "loss_scale": (2, test_loss_scale.test_real_ranks_agree, (1,)),
-    "fs.compile": (2, test_compile.trained, (depth("mlp", "gpt"), "reshard", "aot_eager")),
+    "fs.compile": (2, test_compile.trained, (depth("mlp", "gpt"), "reshard", "aot_eager", "fixed")),
     **depth(
         {},
         {
-            "fs.compile, replicated": (2, test_compile.trained, ("gpt", "replicate", "aot_eager")),
-            "fs.compile, HSDP": (4, test_compile.trained, ("gpt", "hsdp", "aot_eager")),
+            "fs.compile, replicated": (2, test_compile.trained, ("gpt", "replicate", "aot_eager", "fixed")),
+            "fs.compile, HSDP": (4, test_compile.trained, ("gpt", "hsdp", "aot_eager", "fixed")),
         },
     ),
     **{f"gather_full, {mesh}": (ranks_of(mesh), leave_and_enter, (mesh,)) for mesh in sorted(MESHES)},
