@@ -233,7 +233,7 @@ class Call:
         replaces = outer is None or self.offload is not None
         self.mode = choose_mode(inputs, is_inner=is_inner, replaces=replaces)
         self.scopes = UnitScopes(self.mode, self.offload and self.offload.exclude, buffers or {})
-        self.scopes.separate.update(inputs.spec._compute_once(_keys_of_inner_calls, bound.path))
+        self.scopes.separate.update(inputs.spec._compute_once(_keys_of_inner_calls, bound.path, _torch.current_level() > 0))
         self.is_inference = torch.is_inference_mode_enabled()
         self.used_parameters: set[str] | None = set() if is_inner else None  # what the module has read
 
@@ -329,8 +329,8 @@ class Call:
         return gathered is not None and gathered.views[i] is tensor
 
 
-def _keys_of_inner_calls(spec: PartitionSpec, path: str) -> tuple[str, ...]:
-    inner = [other for other in inner_calls(spec) if other != path]
+def _keys_of_inner_calls(spec: PartitionSpec, path: str, in_transform: bool) -> tuple[str, ...]:
+    inner = [other for other in inner_calls(spec) if other != path and (in_transform or not spec.by_run[other].compile)]
     return tuple(unit.key for unit in spec if any(is_within(own, other) for own in unit.paths for other in inner))
 
 

@@ -432,7 +432,7 @@ def test_compiled_checkpointed_and_offloaded_as_a_whole(rank: int) -> None:
         equal(torch.func.grad(around)(params), expected)
         assert copies.out > 4  # torch.func.grad moves none
         model.blocks[0].register_forward_hook(lambda module, args, out: torch.func.grad(torch.sum)(out))
-        with pytest.raises(RuntimeError, match=r"torch\.func transform, which torch refuses where saved tensors are replaced"):
+        with pytest.raises(RuntimeError, match=r"torch\.func transform, .* torch refuses where saved tensors are replaced"):
             fs.grad(loss)(params)
     nothing_left()
 
