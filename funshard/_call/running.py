@@ -330,6 +330,7 @@ class Call:
 
 
 def _keys_of_inner_calls(spec: PartitionSpec, path: str, in_transform: bool) -> tuple[str, ...]:
+    """Return the keys of units in modules that are inner calls of the one at this path; compiled ones are in transforms."""
     inner = [other for other in inner_calls(spec) if other != path and (in_transform or not spec.by_run[other].compile)]
     return tuple(unit.key for unit in spec if any(is_within(own, other) for own in unit.paths for other in inner))
 
