@@ -58,14 +58,14 @@ def is_leaf_view(tensor: Tensor) -> bool:
 
 
 Versioned = Tensor | tuple[Tensor, int]
-"""A tensor, and its version if that is not 0: one object less for the garbage collector to go through, for each tensor."""
+"""A tensor and its version; the tensor alone if that is 0 and no transform wraps it: a tuple less for the garbage collector."""
 
 
 def unpack_versioned(kept: Versioned, shape_in_error: torch.Size | None = None) -> Tensor:
     """Return the tensor, or probe, that `pack_versioned` kept. Raise RuntimeError if it was modified in place since."""
     given: Any = kept  # type() is quicker than isinstance, and tells less
     tensor, expected = given if type(given) is tuple else (given, 0)
-    if (now := (unwrap(tensor) if is_wrapped(tensor) else tensor)._version) != expected:
+    if (now := (tensor if tensor is given else unwrap(tensor))._version) != expected:
         raise RuntimeError(
             f"a tensor of shape {list(shape_in_error or tensor.shape)} needed for gradient computation was modified in place: "
             f"it is at version {now}, expected version {expected}"
@@ -114,10 +114,9 @@ def pack_versioned(tensor: Tensor, inner: Tensor) -> Versioned:
     """
     version = inner._version
     if inner is not tensor:
-        tensor = detach_level(tensor)
-    elif (node := tensor.grad_fn) is not None and (
-        node._sequence_nr() == _get_sequence_nr() - 1 or isinstance(node, BackwardCFunction)
-    ):
+        return detach_level(tensor), version
+    node = tensor.grad_fn
+    if node is not None and (node._sequence_nr() == _get_sequence_nr() - 1 or isinstance(node, BackwardCFunction)):
         tensor = tensor.detach()
     return (tensor, version) if version else tensor
 

@@ -68,7 +68,7 @@ def unpack(packed: Any) -> Tensor:
     if (kind := type(packed)) is not Tensor and kind is not tuple and not isinstance(packed, Tensor):
         return packed()
     tensor = _torch.unpack_versioned(packed)
-    if _torch.is_wrapped(tensor) and _is_last_reader(level := _torch.level_of(tensor)):
+    if kind is tuple and _torch.is_wrapped(tensor) and _is_last_reader(level := _torch.level_of(tensor)):
         hook_running_node({}, level)
     return tensor
 
