@@ -435,6 +435,25 @@ def InnerAutograd(m: Any, x: Tensor) -> Tensor:
     return force
 
 
+@forward_of(One)
+def InnerAutogradByWeight(m: Any, x: Tensor) -> Tensor:
+    """A step of gradient descent on its layer's weight, by plain autograd."""
+    with torch.enable_grad():
+        w = m.l.weight if m.l.weight.requires_grad else m.l.weight.detach().requires_grad_()
+        (step,) = torch.autograd.grad(torch.tanh(F.linear(x, w)).sum(), w, create_graph=True)
+    return F.linear(m.l(x), w - 0.1 * step)
+
+
+@forward_of(One)
+def GradientThroughItsLayer(m: Any, x: Tensor) -> Tensor:
+    """The gradient of what its layer computes by the weight that this module reads."""
+    if not m.l.weight.requires_grad:
+        return m.l(x)
+    with torch.enable_grad():
+        (step,) = torch.autograd.grad(torch.tanh(m.l(x)).sum(), m.l.weight, create_graph=True)
+    return m.l(x) * step.mean()
+
+
 # ---- parameters that change in forward
 @forward_of(One)
 def ClampsData(m: Any, x: Tensor) -> Tensor:
