@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 import funshard as fs
 from funshard import P
-from funshard._call.write_watch import compare_values
+from funshard._call.modes import compare_values
 
 ROWS = 3
 CODEC = fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x))

@@ -12,10 +12,11 @@ In all modes a unit is in use from when its module is entered until that is left
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.checks import find_full_params
+from .._core.ops import is_checked
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer, TensorRestorer, hook_running_node
@@ -30,7 +32,80 @@ from .._wire.flow import unshard_unit, weigh_grad
 from .._wire.mixed_layout import split_by_dtype, view_by_dtype
 from .casting import cast_params
 from .schedule import MAX_UNSHARDED_IN_BACKWARD, CallInputs, GatheredUnit, Schedule, check_unmodified
-from .write_watch import WriteWatch
+
+# --- Detection of writes by forward to the parameters that it reads: gathered copies, or the caller's own tensors ---
+
+_comparing = 0
+"""How many `compare_values` are active in this process."""
+
+
+@contextlib.contextmanager
+def compare_values() -> Generator[None]:
+    """Compare the values of parameters with copies after forward, and restore them, within this context."""
+    global _comparing
+    _comparing += 1
+    try:
+        yield
+    finally:
+        _comparing -= 1
+
+
+class WriteWatch:
+    """The versions of the tensors that hold one unit's parameters, when the watch began.
+
+    Versions tell of a write at no cost to a device, and miss one through ``.data``. So `funshard.check` and
+    `funshard.testing.assert_exact` compare each parameter with a copy, and name the one that was changed.
+    """
+
+    __slots__ = ("_copies", "_unit", "_versions", "_views")
+
+    def __init__(self, unit: Unit, tensors: Sequence[Tensor], views: Sequence[Tensor] = ()) -> None:
+        """Watch a unit's buffers, of which its parameters are views, or its parameters themselves."""
+        self._unit, self._views = unit, views  # which ``weight.data = other`` takes elsewhere
+        self._versions = [] if _torch.is_tracing() else [(x, _torch.version(x)) for x in map(_torch.unwrap, tensors)]
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        if self._versions and (_comparing or is_checked()):
+            with _torch.below_transforms():
+                watched = [_torch.unwrap(view).detach() for view in views] or [x for x, _ in self._versions]
+                has_values = (x for x in watched if x.layout is torch.strided and not (x.is_meta or _torch.is_fake(x)))
+                self._copies = [(x, x.clone()) for x in has_values]
+
+    def find_write(self) -> str | None:
+        """Return what has been written to since, None if nothing has. The values of before are restored from copies."""
+        if self._copies:
+            changed = [not _bits_equal(*pair) for pair in self._copies]
+        else:
+            changed = [_torch.version(now) != version for now, version in self._versions]
+        if self._versions and not any(changed):
+            storages = {_torch.storage_id(now) for now, _ in self._versions}
+            changed = [_torch.storage_id(_torch.unwrap(view)) not in storages for view in self._views]
+        if not any(changed):
+            return None
+        with _torch.below_transforms():
+            for now, copy in self._copies:
+                now.copy_(copy)
+        names = [param.name for param in self._unit.params]
+        if len(changed) == len(names):
+            names = [name for name, is_changed in zip(names, changed, strict=True) if is_changed]
+        return f"parameter '{names[0]}'" if len(names) == 1 else f"one of the parameters {', '.join(map(repr, names))}"
+
+
+def _bits_equal(a: Tensor, b: Tensor) -> bool:
+    with _torch.below_transforms():
+        return torch.equal(a, b) or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
+
+
+def write_error(unit: Unit, what: str) -> RuntimeError:
+    """Return the error for what `WriteWatch.find_write` has found."""
+    return RuntimeError(
+        f"{what} of unit '{unit.key}' was changed in place in forward: expected it left alone, since what is "
+        "gathered is let go again and what was given is yours, and has the change; compute with a new tensor "
+        "(w = self.weight.clamp(-1, 1)), or change the shards between steps (weight clipping, and in the place of "
+        "nn.Embedding's max_norm). fs.check() names the parameter"
+    )
+
+
+# --- Gathers that each level of transforms repeats ---
 
 
 class PerLevelGathers:
@@ -125,6 +200,9 @@ class _RepeatableGather:
         return view
 
 
+# --- The modes ---
+
+
 @dataclass(slots=True, eq=False)
 class UnitInUse:
     """A unit whose parameters forward may read: a mode of the call has gathered it, or the caller gave it in full."""
@@ -205,7 +283,8 @@ class Inline:
         buffers = gather(shard := self.params[unit.key])
         if _torch.is_in_forward_ad() and self.spec.size(unit) == 1:
             buffers = [x.clone() for x in buffers]  # forward may write to it, and so to its tangent, which is the caller's
-        watch, views = WriteWatch(unit, buffers), view_by_dtype(buffers, unit, shard.dtype)
+        views = view_by_dtype(buffers, unit, shard.dtype)
+        watch = WriteWatch(unit, buffers, views)
         in_use = UnitInUse(unit, views, watch, reshard=bool(unit.p.reshard), level=_torch.current_level())
         if self._gathers and in_use.reshard and not _torch.shares_storage(buffers[0], shard) and self.is_at_call_level():
             in_use.storages = self._gathers.add(unit.key, shard, buffers, gather)
@@ -233,8 +312,8 @@ class Overlapped(Inline):
         if self.schedule is None or not self.is_at_call_level():
             return super().gather(unit)
         gathered = self.schedule.gather(unit)
-        watch = WriteWatch(unit, (gathered.buffer,), layout=gathered.route.layout)
         views = gathered.parameters(self.params[unit.key])
+        watch = WriteWatch(unit, (gathered.buffer,), views)
         reshard = gathered.route.reshard_after_forward
         in_use = UnitInUse(unit, views, watch, reshard=reshard, level=self._level, gathered_unit=gathered)
         if reshard and self.restorable is not None:

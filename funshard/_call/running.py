@@ -24,10 +24,9 @@ from .._spec.options import inner_calls
 from .._transforms.ambient import RUNNING, run_unrecorded
 from .._transforms.offload import choose_hooks, choose_offload
 from .buffers import CallBuffers
-from .modes import Inline, UnitInUse, choose_mode, units_given_full
+from .modes import Inline, UnitInUse, choose_mode, units_given_full, write_error
 from .module_state import MODEL_LOCK, BoundModule, GatheringParameters, ModuleAttributes, calling_thread, restore_modules
 from .schedule import CallInputs
-from .write_watch import write_error
 
 # --- Scopes: the units that are gathered while forward runs, and the runs of modules that they are freed after ---
 
@@ -80,7 +79,6 @@ class UnitScopes:
         # a gather under no_grad or in inference mode must serve uses outside of it
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
             gathered = run_unrecorded(self._mode.gather, unit)
-        gathered.watch.views = gathered.views
         if is_read and unit.key in self.separate and not _torch.is_in_graph():
             for view, param in zip(gathered.views, unit.params, strict=True):
                 if type(view) is Tensor:  # and not a fake one

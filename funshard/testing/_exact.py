@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from .. import _torch
 from .._batchnorm import MESH, SyncBatchNorm
 from .._call.call import functional_call
+from .._call.modes import compare_values
 from .._call.module_state import calling_thread, own_tensors, restore_modules
-from .._call.write_watch import compare_values
 from .._core.checks import bind_spec
 from .._core.flow import REDUCE_MEAN, count_ranks
 from .._core.layout import Params, rank_along, rank_coords
