@@ -112,47 +112,6 @@ def _share(*layout: Any) -> tuple[Any, ...]:
     return layout
 
 
-Grads = Sequence[Tensor | None]
-
-
-class RunGradients:
-    """The sums of gradients, by gathered unit, of the recomputed runs whose backward has ended, within one backward pass.
-
-    A receiver expects a unit's gradient as long as there is such a sum: backward may not come to the unit's last run, because
-    the loss does not depend on it.
-    """
-
-    def __init__(self, receiver: GradReceiver | None) -> None:
-        self._task, self._receiver = -1, receiver
-        self._sums: dict[GatheredUnit, tuple[int, Grads]] = {}
-
-    def add(self, gathered: GatheredUnit, grads: Grads, task: int) -> None:
-        """Add the gradients of one run in the backward of this number, and reduce their sum after the last one."""
-        if self._task != task:
-            self._task, self._sums = task, {}
-        runs, before = self._sums.get(gathered, (0, [None] * len(grads)))
-        total = [g if b is None else b if g is None else b + g for b, g in zip(before, grads, strict=True)]
-        if not runs and self._receiver:
-            self._receiver.expect(gathered.unit.key)
-        self._sums[gathered] = runs + 1, total
-        if runs + 1 == gathered.inner_runs:
-            self._reduce(gathered)
-
-    def reduce_rest(self, task: int) -> None:
-        """Reduce the sums of units some of whose runs that backward does not come to."""
-        if self._task != task:
-            self._sums = {}
-        for gathered in list(self._sums):
-            self._reduce(gathered)
-
-    def _reduce(self, gathered: GatheredUnit) -> None:
-        """Start to reduce a unit's sum: the receiver expects the reduced gradient instead."""
-        _, total = self._sums.pop(gathered)
-        gathered.reduce_grads(total)
-        if self._receiver:
-            self._receiver.cancel(gathered.unit.key)
-
-
 class BackwardPrefetch:
     """The units of a call in the order in which forward resharded them. Backward comes to the last one first."""
 
@@ -254,8 +213,9 @@ class Schedule:
         self.buffers = BufferPool()
         self.receiver = receiver
         self.reductions = ReductionQueue(options.in_flight, self.buffers, receiver)
+        self._reducing = -1  # the run of backward whose gradients these are
+        self._run_sums: dict[GatheredUnit, tuple[int, Sequence[Tensor | None]]] = {}  # of some of a unit's inner runs
         self.backward = BackwardPrefetch(options.prefetch)
-        self.run_gradients = RunGradients(receiver)
         self._order, self._position = spec.order, -1  # where forward is in that order
         self._prefetch = options.prefetch
         self._in_use: set[str] = set()
@@ -333,19 +293,41 @@ class Schedule:
         """Return whether this backward is the one that a torch.func.grad around the call ends with."""
         return _torch.is_last_backward(_torch.current_level()) and not self.is_over()
 
-    def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+    def _begin_reductions(self) -> None:
+        """Drop what another run of backward has left that did not end."""
+        if self._reducing != (run := self.backward.run_number()):
+            self._reducing = run
+            self._run_sums.clear()
+            self.reductions.reset()
+
+    def reduce(self, unit: Unit, grads: Sequence[Tensor | None], *, is_expected: bool = False) -> None:
         """Start to reduce a unit's gradient, given by parameter, which nobody differentiates."""
+        self._begin_reductions()
+        if self.receiver and not is_expected:
+            self.receiver.expect(unit.key)
         steps = self.routes.steps[unit.key]
         self.order_check.record(steps.reduce_groups, f"the reduction of unit '{unit.key}'{steps.codec_label}")
-        self.reductions.begin_backward(self.backward.run_number())
         with _torch.below_transforms():
             self.reductions.reduce(unit, grads, self.shards[unit.key], self.routes)
 
+    def add_run(self, gathered: GatheredUnit, grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one of a unit's inner runs, and reduce their sum after the last one."""
+        self._begin_reductions()
+        runs, before = self._run_sums.pop(gathered, (0, [None] * len(grads)))
+        if not runs and self.receiver:
+            self.receiver.expect(gathered.unit.key)  # until backward ends: the loss may not depend on the last run
+        total = [g if b is None else b if g is None else b + g for b, g in zip(before, grads, strict=True)]
+        if runs + 1 < gathered.inner_runs:
+            self._run_sums[gathered] = runs + 1, total
+        else:
+            gathered.reduce_grads(total, is_expected=True)
+
     def wait_reductions(self, shard: Tensor) -> dict[str, Tensor]:
         """Return the reduced gradients of this backward, by unit key. ``shard`` is any of those that they belong to."""
-        task = self.backward.run_number()
-        self.reductions.begin_backward(task)
-        self.run_gradients.reduce_rest(task)
+        self._begin_reductions()
+        for gathered in [*self._run_sums]:  # the loss does not depend on all runs
+            _, total = self._run_sums.pop(gathered)
+            gathered.reduce_grads(total, is_expected=True)
         with forgetting_on_error(self.reductions.reset):
             self.order_check.compare(self.routes.groups, "the end of backward")  # or some reduction might wait for ever
         with _torch.below_transforms():
@@ -522,8 +504,11 @@ class GatheredUnit:
                 self.schedule.buffers.give(backward_buffer.buffer)
             backward_buffer.buffer = None
 
-    def reduce_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Free the buffer and reduce the gradients. Return that of the shard where it may be differentiated again."""
+    def reduce_grads(self, grads: Sequence[Tensor | None], *, is_expected: bool = False) -> Tensor | None:
+        """Free the buffer and reduce the gradients. Return that of the shard where it may be differentiated again.
+
+        With ``is_expected`` the receiver has been told of the gradient.
+        """
         self.release()
         schedule, route = self.schedule, self.route
         if (weight := schedule.weight) is not None:
@@ -531,7 +516,7 @@ class GatheredUnit:
         with phase("reduce", self.unit.key):
             own = [_torch.unwrap_level(g) if g is not None else None for g in grads] if schedule.is_last_backward() else grads
             if not _torch.any_tracked(own):
-                schedule.reduce(self.unit, own)
+                schedule.reduce(self.unit, own, is_expected=is_expected)
                 return None
             zeros = self.shard.new_zeros(route.longest_padding, dtype=route.dtypes.param, device=route.device)
             pieces = flat_pieces(self.unit, grads, route, self.shard, zeros)
@@ -543,13 +528,6 @@ class GatheredUnit:
                 self.shard.dtype,
                 check_order=schedule.check_order,
             )
-
-    def add_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Do as `reduce_grads`, where backward runs several modules again with this buffer: once, after the last of them."""
-        if _torch.any_tracked(grads):
-            return self.reduce_grads(grads)
-        self.schedule.run_gradients.add(self, grads, self.schedule.backward.run_number())
-        return None
 
 
 class _Unflatten(_torch.LevelFunction):
@@ -571,5 +549,7 @@ class _Unflatten(_torch.LevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        reduce = ctx.gathered.add_grads if ctx.adds else ctx.gathered.reduce_grads
-        return reduce(grads), None, None
+        if ctx.adds and not _torch.any_tracked(grads):
+            ctx.gathered.schedule.add_run(ctx.gathered, grads)
+            return None, None, None
+        return ctx.gathered.reduce_grads(grads), None, None

@@ -168,9 +168,6 @@ class _UpdatingSums(GradSums):
     def expect(self, key: str) -> None:
         self._in_flight[key] += 1
 
-    def cancel(self, key: str) -> None:
-        self._in_flight[key] -= 1
-
     def receive(self, key: str, grad: Tensor) -> None:
         super().receive(key, grad)
         self._in_flight[key] -= 1

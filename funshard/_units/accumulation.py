@@ -27,10 +27,7 @@ class GradReceiver:
     """A receiver of reduced gradients while backward runs, instead of at its end."""
 
     def expect(self, key: str) -> None:
-        """Note that a gradient of this unit is being reduced."""
-
-    def cancel(self, key: str) -> None:
-        """Take back one `expect` of this unit: that gradient is part of another one, which is expected as well."""
+        """Note that a gradient of this unit will be reduced in this backward."""
 
     def receive(self, key: str, grad: Tensor) -> None:
         """Take that gradient."""

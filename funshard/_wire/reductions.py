@@ -60,7 +60,6 @@ class ReductionQueue:
 
     def __init__(self, in_flight: int, buffers: BufferPool, receiver: GradReceiver | None = None) -> None:
         self._in_flight, self._buffers, self._receiver = in_flight, buffers, receiver
-        self._task = -1
         self.reset()
 
     def reset(self) -> None:
@@ -72,12 +71,6 @@ class ReductionQueue:
         self._full_buckets: list[tuple[Split, CollectiveChain]] = []
         self._open_buckets: dict[object, tuple[Bucket, RouteSteps]] = {}  # by kind, with the steps of the last unit
         self._zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # padding for all units, as nobody writes to it
-
-    def begin_backward(self, task: int) -> None:
-        """Begin the run of backward of this number, and drop what another one left that did not end."""
-        if self._task != task:
-            self._task = task
-            self.reset()
 
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None], shard: Tensor, routes: RouteTable) -> None:
         """Start to reduce a unit's gradient, given by parameter. To be called below all transforms."""
@@ -132,8 +125,6 @@ class ReductionQueue:
 
     def _add_chain(self, key: str, chain: CollectiveChain) -> None:
         self._slices.append((lambda grad: [(key, grad)], chain))
-        if self._receiver:
-            self._receiver.expect(key)
 
     def _report_finished(self, most: int) -> None:
         """Hand what is finished to the receiver, if any, and wait until at most so many units and buckets are under way."""
@@ -157,8 +148,6 @@ class ReductionQueue:
         """Put the gradient of a unit that every rank keeps whole into the bucket of its kind; reduce a full bucket."""
         route = steps.route
         self._advance_on_their_way()
-        if self._receiver:
-            self._receiver.expect(key)
         most = (BUCKET_BYTES if pieces[0].device.type == "cpu" else BUCKET_BYTES_CUDA) / route.dtypes.reduce.itemsize
         bucket, _ = self._open_buckets.get(route.bucket_kind) or (Bucket(), steps)
         bucket.add(key, pieces, route.padded_numel)

@@ -244,16 +244,13 @@ def test_kept_and_recomputed_units_and_some_of_them(world: None, way: str) -> No
 def test_a_gradient_that_was_handed_on_is_let_go(collectives: int) -> None:
     """Also where it has left early, with more than one collective before (HSDP): nothing holds it to the next unit's."""
     handed: list[weakref.ref[Any]] = []
-    receiver = SimpleNamespace(
-        expect=lambda key: None, receive=lambda key, grad: handed.append(weakref.ref(grad.untyped_storage()))
-    )
+    receiver = SimpleNamespace(receive=lambda key, grad: handed.append(weakref.ref(grad.untyped_storage())))
     host, dtype = torch.device("cpu"), torch.float64
     dtypes = SimpleNamespace(reduce=dtype)
     route: Any = SimpleNamespace(device=host, padded_numel=4, shard_dtype=dtype, dtypes=dtypes, reduce_codec=None)
     reduce = [lambda x, own: PendingResult((), lambda: x.clone())] * (collectives + 1)
     steps: Any = SimpleNamespace(route=route, prepare=lambda grad: grad, reduce=reduce)
     reductions = ReductionQueue(1, BufferPool(), cast("Any", receiver))
-    reductions.begin_backward(0)
     with no_collector():
         for i in range(6):
             reductions.reduce_split(str(i), [torch.ones(4, dtype=dtype)], steps)
