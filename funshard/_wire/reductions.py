@@ -19,8 +19,8 @@ BUCKET_BYTES = 2**22
 """The size at which a bucket is full and reduced: see examples/benchmarks/comm.py."""
 BUCKET_BYTES_CUDA = 25 * 2**20
 """The same for gradients on CUDA, where a collective costs more to start: DistributedDataParallel's default."""
-Split = Callable[[Tensor], Iterable[tuple[str, Tensor]]]
-"""A function from what is reduced as one to the gradients in it, by unit key."""
+Running = tuple[Callable[[Tensor], Iterable[tuple[str, Tensor]]], CollectiveChain, Route]
+"""A running reduction: the function from its result to the gradients in it by unit key, its chain, and their units' route."""
 
 
 class Bucket:
@@ -55,7 +55,7 @@ class ReductionQueue:
     """The reductions of one call's backward: split units one by one, replicated ones in buckets.
 
     ``in_flight`` is how many split units' whole gradients may be under way. A ``receiver`` gets gradients as they are reduced,
-    and no more units or buckets wait for each other than may be under way. Without one, all are kept to the end.
+    and so many units and buckets may be under way. Without one, all are kept to the end.
     """
 
     def __init__(self, in_flight: int, buffers: BufferPool, receiver: GradReceiver | None = None) -> None:
@@ -66,9 +66,7 @@ class ReductionQueue:
         """Forget all that is under way."""
         self._unscattered: list[tuple[CollectiveChain, Tensor]] = []  # whole gradients not yet reduced to slices
         self._on_their_way: list[CollectiveChain] = []  # slices and buckets that a second axis, or the host, is to get
-        self._on_host: dict[str, Route] = {}  # of whose units gradients go there
-        self._slices: list[tuple[Split, CollectiveChain]] = []
-        self._full_buckets: list[tuple[Split, CollectiveChain]] = []
+        self._running: list[Running] = []
         self._open_buckets: dict[object, tuple[Bucket, RouteSteps]] = {}  # by kind, with the steps of the last unit
         self._zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # padding for all units, as nobody writes to it
 
@@ -76,18 +74,12 @@ class ReductionQueue:
         """Start to reduce a unit's gradient, given by parameter. To be called below all transforms."""
         steps = routes.steps[unit.key]
         route = steps.route
-        if route.device is not None:
-            self._on_host[unit.key] = route
         zeros = self._padding_zeros(route, shard, routes) if route.longest_padding else shard
         pieces = flat_pieces(unit, grads, route, shard, zeros)
-        if route.split_axes:
+        if route.split_axes or not steps.reduce:
             self.reduce_split(unit.key, pieces, steps)
-        elif steps.reduce:
-            self.reduce_replicated(unit.key, pieces, steps)
         else:
-            buffer = _torch.concat_into(pieces, pieces[0].new_empty(route.padded_numel, dtype=route.dtypes.reduce))
-            self._report_finished(self._in_flight)
-            self._add_chain(unit.key, CollectiveChain(steps.prepare(buffer), ()))  # no other rank has a part of it
+            self.reduce_replicated(unit.key, pieces, steps)
 
     def _padding_zeros(self, route: Route, like: Tensor, routes: RouteTable) -> Tensor:
         at = route.device or like.device, route.dtypes.param
@@ -114,8 +106,9 @@ class ReductionQueue:
             buffer = sent
         chain = CollectiveChain(sent, steps.reduce)
         del sent
-        self._unscattered.append((chain, buffer))
-        self._add_chain(key, chain)
+        if chain.is_pending:  # else the buffer is the result, of a unit that no other rank has a part of
+            self._unscattered.append((chain, buffer))
+        self._running.append((lambda grad: [(key, grad)], chain, route))
 
     def _advance_on_their_way(self) -> None:
         """Advance these chains, so that no more than those of the last gradients hold what they are made of."""
@@ -123,26 +116,20 @@ class ReductionQueue:
             chain.advance()
         self._on_their_way = [chain for chain in self._on_their_way if chain.holds_input]
 
-    def _add_chain(self, key: str, chain: CollectiveChain) -> None:
-        self._slices.append((lambda grad: [(key, grad)], chain))
-
     def _report_finished(self, most: int) -> None:
         """Hand what is finished to the receiver, if any, and wait until at most so many units and buckets are under way."""
-        if (receiver := self._receiver) is None:
-            return
-        for running in (self._slices, self._full_buckets):
-            while running and (len(running) > most or not running[0][1].is_pending):
-                split, chain = running.pop(0)
-                self._on_their_way = [other for other in self._on_their_way if other is not chain]
-                for key, grad in self._move_to_final_device([*split(chain.result())]):
-                    receiver.receive(key, grad)
+        while self._receiver and self._running and (len(self._running) > most or not self._running[0][1].is_pending):
+            finished = self._running.pop(0)
+            self._on_their_way = [chain for chain in self._on_their_way if chain is not finished[1]]
+            for key, grad in self._wait([finished]):
+                self._receiver.receive(key, grad)
 
-    def _move_to_final_device(self, parts: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _wait(self, running: Sequence[Running]) -> list[tuple[str, Tensor]]:
         """Return reduced gradients in the shards' dtypes; wait once for those that are copied to the host."""
-        routes = {key: self._on_host[key] for key, _ in parts if key in self._on_host}
-        for device in {route.device for route in routes.values()}:
+        grads = [(key, grad, route) for split, chain, route in running for key, grad in split(chain.result())]
+        for device in {route.device for _, _, route in running if route.device is not None}:
             _torch.synchronize_copies(device)
-        return [(key, grad.to(routes[key].shard_dtype) if key in routes else grad) for key, grad in parts]
+        return [(key, grad.to(route.shard_dtype)) for key, grad, route in grads]
 
     def reduce_replicated(self, key: str, pieces: Sequence[Tensor], steps: RouteSteps) -> None:
         """Put the gradient of a unit that every rank keeps whole into the bucket of its kind; reduce a full bucket."""
@@ -162,7 +149,7 @@ class ReductionQueue:
             buffer = _torch.concat_into(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=dtype))
             bucket.pieces.clear()
             chain = CollectiveChain(steps.prepare(buffer), steps.reduce)
-        self._full_buckets.append((bucket.split, chain))
+        self._running.append((bucket.split, chain, steps.route))
         if steps.route.device is not None:
             self._on_their_way.append(chain)
 
@@ -172,9 +159,7 @@ class ReductionQueue:
             self._reduce_bucket(bucket, steps)
         self._report_finished(0)
         with phase("wait for reductions"):
-            running = [*self._slices, *self._full_buckets]
-            parts = [part for split, chain in running for part in split(chain.result())]
-        reduced = self._move_to_final_device(parts)
+            reduced = self._wait(self._running)
         self.reset()
         out: dict[str, Tensor] = {}
         for key, grad in reduced:
