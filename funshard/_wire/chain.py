@@ -21,7 +21,7 @@ from .._spec.options import inner_calls
 from ..collectives._agree import is_comparable
 from .host import start_copy_to_device
 from .route import Route, find_slice
-from .stages import AllGather, Decode, Join, Move, Names, Replicas, Stage, StartStep, Transit, Wire
+from .stages import AllGather, Decode, Join, Move, Names, Replicas, Stage, StartStep, Transit
 
 
 class BufferPool:
@@ -155,23 +155,14 @@ class RouteSteps:
 
         self._gathers = tuple(stage.start(names) for stage in gathers)
         self._gathers_of_secondary = tuple(stage.start(names) for stage in gathers if stage.axis in route.secondary_axes)
-        self._before_gathers: list[Stage] = []
-        self._after_gathers: list[Stage] = []
-        self._gathered: Wire | None = None  # what leaves the last gather, if that goes to a buffer of the pool
-        self._joined: Wire | None = None  # what is then joined in another one
-        wire = Wire(route.slice_numel, route.shard_dtype)
-        for stage in route.stages:
-            wire = stage.out(wire)
-            if isinstance(stage, AllGather):
-                self._gathered = wire
-                continue
-            if isinstance(stage, Join) and stage.layout.is_padded:
-                self._joined = wire
-            if stage.changes_values:
-                is_after = self._gathered or self._after_gathers or isinstance(stage, Decode | Join)
-                (self._after_gathers if is_after else self._before_gathers).append(stage)
-        if any(isinstance(stage, Decode) for stage in self._after_gathers):
-            self._gathered = None  # a chain decodes what it has gathered, and drops it
+        stages = [stage for stage in route.stages if stage.changes_values]
+        first = next((i for i, stage in enumerate(stages) if isinstance(stage, AllGather | Decode | Join)), len(stages))
+        self._before_gathers = stages[:first]
+        self._after_gathers = [stage for stage in stages[first:] if not isinstance(stage, AllGather)]
+        self._gathered: tuple[int, torch.dtype] | None = None  # the size of what is gathered to a buffer of the pool
+        if gathers and not any(isinstance(stage, Decode) for stage in stages):  # a chain drops what it has decoded
+            layout, numel = route.layout, route.padded_numel
+            self._gathered = (layout.sent_bytes * layout.num_slices, torch.uint8) if layout else (numel, route.dtypes.param)
         self._move = next((stage for stage in self._before_gathers if isinstance(stage, Move)), None)
 
         reduce: list[StartStep] = []
@@ -227,9 +218,11 @@ class RouteSteps:
     def _finish(self, transit: Transit, buffers: BufferPool, x: Tensor) -> Tensor:
         """Return the buffer from the result of the last gather."""
         for stage in self._after_gathers:
-            takes = self._joined if isinstance(stage, Join) and not _torch.is_tracing() else None
-            gathered, x = x, stage.apply_out(x, transit, None if takes is None else buffers.take(*takes, x))
-            if takes is not None:
+            out = None
+            if isinstance(stage, Join) and stage.layout.is_padded and not _torch.is_tracing():
+                out = buffers.take(stage.layout.buffer_bytes, torch.uint8, x)
+            gathered, x = x, stage.apply_out(x, transit, out)
+            if out is not None:
                 buffers.give(gathered)
         return x
 

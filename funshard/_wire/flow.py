@@ -142,7 +142,8 @@ def run_stages(
     over = [(stage.axis, mesh[stage.axis]) for stage in stages if isinstance(stage, AllGather | Replicas)]
     simulated = {name: axis.rank for name, axis in over if isinstance(axis, Simulated)}
     transit, value = Transit(label, simulated), None
-    if all(type(stage) in (AllGather, Replicas) for stage in stages) or stages[-1].is_constant:
+    has_derivative = x.is_floating_point() or x.is_complex()  # as bytes at rest in a codec have not
+    if not has_derivative or all(type(stage) in (AllGather, Replicas) for stage in stages):
         return _fold(stages, x, transit, gathers=gathers)
     linear = [stage.linear() for stage in stages]
     if any(one is not stage for one, stage in zip(linear, stages, strict=True)):

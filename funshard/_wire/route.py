@@ -27,8 +27,6 @@ class Route:
     stages: tuple[Stage, ...]
     padded_numel: int
     """Elements of its whole buffer."""
-    slice_numel: int
-    """Elements of a slice."""
     longest_padding: int
     """Elements of the longest padding in its buffer."""
     split_axes: tuple[str, ...]
@@ -99,7 +97,6 @@ class Route:
         return cls(
             stages=tuple(stages),
             padded_numel=padded_numel,
-            slice_numel=slice_numel,
             longest_padding=longest_padding(unit, padded_numel),
             split_axes=split_axes,
             replica_axes=replica_axes,

@@ -36,13 +36,6 @@ StartStep = Callable[[Tensor, Tensor | None], PendingResult]
 """A function that starts one collective or copy on a tensor, and writes the result into the second one, if there is one."""
 
 
-class Wire(NamedTuple):
-    """The size of a rank's tensor between two stages: the number of its elements and their dtype."""
-
-    numel: int
-    dtype: torch.dtype
-
-
 class Names(NamedTuple):
     """The names of a unit in a chain: its key, and the label of its collectives."""
 
@@ -75,18 +68,9 @@ class Stage:
         Stage.kinds[cls.__name__] = cls
 
     @property
-    def is_constant(self) -> bool:
-        """Whether its result has no derivative."""
-        return False
-
-    @property
     def changes_values(self) -> bool:
         """Whether it changes values, and not gradients alone."""
         return type(self).apply is not Stage.apply
-
-    def out(self, wire: Wire) -> Wire:
-        """Return the size of the tensor after the stage, up to the last gather and what joins its result."""
-        return wire
 
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
         """Return the value after the stage, in data flow below autograd. Dimensions after the first may be batches."""
@@ -134,9 +118,6 @@ class Move(Stage):
     """The dtype of the slice, and so of its gradient."""
     leaves_in: torch.dtype
     """The dtype in which a gradient leaves the device: the slice's, or the smaller one of the reduction."""
-
-    def out(self, wire: Wire) -> Wire:
-        return wire._replace(dtype=self.dtype)
 
     @property
     def changes_values(self) -> bool:
@@ -250,9 +231,6 @@ class AllGather(_Collective):
     def codec_label(self) -> str:
         """Says how gradients are encoded; empty if they are not."""
         return ""
-
-    def out(self, wire: Wire) -> Wire:
-        return wire._replace(numel=wire.numel * self.size)
 
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
         return gather_slices(x, self.axis_in(transit), reduce=self.op, label=transit.label)
@@ -387,10 +365,6 @@ class Decode(Stage):
     encoding: Encoding | None = None
     """The form of a slice that is at rest in the codec."""
 
-    @property
-    def is_constant(self) -> bool:
-        return self.encoding is not None
-
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
         encoding = self.encoding or transit.encoding
         assert encoding is not None
@@ -405,9 +379,6 @@ class Bytes(Stage):
     """The bytes of a slice whose parameters have several dtypes."""
 
     layout: MixedLayout
-
-    def out(self, wire: Wire) -> Wire:
-        return Wire(self.layout.sent_bytes, torch.uint8)
 
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
         if self.layout.num_slices == 1 or self.layout.index is None:  # nobody's slice, on simulated ranks
@@ -425,16 +396,11 @@ class Join(Stage):
 
     layout: MixedLayout
 
-    def out(self, wire: Wire) -> Wire:
-        return Wire(self.layout.buffer_bytes, torch.uint8)
-
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
         return x.to(self.layout.wide) if transit.shape is None else self.layout.widen(x, transit.shape)
 
     def apply_out(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
-        if not self.layout.is_padded:
-            return x
-        return self.layout.join(x) if out is None else self.layout.join_into(x, out)
+        return self.layout.join(x, out=out) if self.layout.is_padded else x
 
 
 # --- Stages as constants: what a graph of Dynamo's holds of them ---
