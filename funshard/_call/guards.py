@@ -10,7 +10,7 @@ import functools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
-from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .buffers import check_statistics, is_first_warning, warn_discarded
 from .module_state import CALL_ATTRIBUTES, BoundModule, calling_thread
@@ -49,23 +48,19 @@ class BackwardGuard(Guard):
     """
 
     def report(self, run: ForwardRun, stacklevel: int) -> None:
-        bound, params = run.call.bound, run.call.params
+        bound, params, armed = run.call.bound, run.call.params, -1
 
         def arm(_: object) -> None:
-            key = _torch.current_graph_task(), bound.modules[""]
-            if key not in _ARMED:
-                _ARMED[key] = until_end = lambda: None
+            nonlocal armed
+            if armed != (armed := _torch.current_graph_task()):  # at the first of several results
                 hook = register_module_forward_pre_hook(functools.partial(_check_in_backward, bound, params))
-                weakref.finalize(until_end, hook.remove)
+                until_end = functools.partial(hook.remove)
+                weakref.finalize(until_end, hook.remove)  # backward drops it after an error, without a call
                 _torch.hold_until_backward_ends(until_end)
 
         tensors = _find_tensors((run.out, run.attributes))
         for node in {node for tensor in tensors for node, _ in _torch.own_edges(tensor)}:
             node.register_prehook(arm)
-
-
-_ARMED: weakref.WeakValueDictionary[tuple[int, nn.Module], Callable[[], None]] = weakref.WeakValueDictionary()
-"""What each backward that runs holds, by its number and the model: the hook is removed with it."""
 
 
 def _check_in_backward(bound: BoundModule, params: Mapping[str, Tensor], module: nn.Module, _: object) -> None:
@@ -204,7 +199,6 @@ def _find_held(run: ForwardRun) -> Sequence[_Held]:
     """Return what attributes of modules hold, but for those of nn.Module, and what containers and users' objects there do."""
     if run.held:
         return run.held
-    tables = run.call.spec._compute_once(_known_tables)
     queue = [
         _Held(path, attr, join_path(path, attr), value, False)
         for path, module in run.call.bound.modules.items()
@@ -214,7 +208,7 @@ def _find_held(run: ForwardRun) -> Sequence[_Held]:
     seen: set[int] = set()
     for held in queue:
         path, attr, where, value, is_in_object = held
-        if id(value) in seen or isinstance(value, nn.Module | type) or _is_table(value, tables):
+        if id(value) in seen or isinstance(value, nn.Module | type) or _is_table(value):
             continue
         seen.add(id(value))
         run.held.append(held)
@@ -229,17 +223,11 @@ def _find_held(run: ForwardRun) -> Sequence[_Held]:
     return run.held
 
 
-def _known_tables(spec: PartitionSpec) -> dict[int, int]:
-    return {}  # the lengths of long tables of numbers and words, such as vocabularies, by their ids
-
-
-def _is_table(value: Any, known: dict[int, int]) -> bool:
+def _is_table(value: Any) -> bool:
+    """Return whether a container is a long table of numbers or words, such as a vocabulary, as its first entry says."""
     if not isinstance(value, _CONTAINERS) or len(value) < 100:
         return False
-    is_table = known.get(id(value)) == len(value) or all(isinstance(x, _SCALARS) for x in _entries(value))
-    if is_table:
-        known[id(value)] = len(value)
-    return is_table
+    return isinstance(next(iter(value.values() if isinstance(value, dict) else value)), _SCALARS)
 
 
 def _entries(container: Any) -> list[Any]:
