@@ -29,7 +29,7 @@ from .guards import AttributeWrites, BackwardGuard, BufferChanges, OwnParameters
 from .module_state import BoundModule, ModuleAttributes, find_instances
 from .recompute import recomputed_forwards
 from .running import Call, ForwardRun, Guard, Override, Wrapper, scoped_forwards
-from .schedule import CallInputs, CallOptions
+from .schedule import CallInputs
 
 
 def functional_call(
@@ -90,7 +90,7 @@ def functional_call(
         >>> fs.functional_call(model, params, (torch.ones(2),), spec=spec)
         tensor([6.])
     """
-    inputs = _check_inputs(params, spec, reduce, reduce_axes, CallOptions(prefetch, in_flight, check_order))
+    inputs = _check_inputs(params, spec, reduce, reduce_axes, prefetch, in_flight, check_order)
     given = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
     returned = (attributes,) if isinstance(attributes, str) else tuple(attributes or ())
     if _torch.is_in_graph():
@@ -117,22 +117,28 @@ def functional_call(
 
 
 def _check_inputs(
-    params: Mapping[str, Tensor], spec: PartitionSpec, reduce: ReduceBy, reduce_axes: Iterable[str] | None, options: CallOptions
+    params: Mapping[str, Tensor],
+    spec: PartitionSpec,
+    reduce: ReduceBy,
+    reduce_axes: Iterable[str] | None,
+    prefetch: int,
+    in_flight: int,
+    check_order: bool,
 ) -> CallInputs:
     """Return what a functional_call gathers, after checks that need no model: inside torch.compile there are no others."""
     spec = bind_spec(spec)
     check_params(params, spec)
     check_host_resident(params, spec)
     refuse_reduce_codec_in_graph(spec)
-    accumulation, receiver = find_accumulation(params, spec, reduce, reduce_axes), None
-    if accumulation:
+    weight = receiver = None
+    if accumulation := find_accumulation(params, spec, reduce, reduce_axes):
         params, reduction, receiver = accumulation.replace(params)
-        options = CallOptions(options.prefetch, options.in_flight, options.check_order, accumulation.weight)
+        weight = accumulation.weight
     else:
         reduction = resolve_reduction(reduce, reduce_axes, spec.bound_mesh, (unit for unit in spec if unit.key in params))
-    _check_count("prefetch", options.prefetch, 0)
-    _check_count("in_flight", options.in_flight, 1)
-    return CallInputs(params, spec, reduction, options, receiver)
+    _check_count("prefetch", prefetch, 0)
+    _check_count("in_flight", in_flight, 1)
+    return CallInputs(params, spec, reduction, prefetch, in_flight, check_order, weight, receiver)
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -216,7 +222,7 @@ def _run_call(
 
 def _cast_forwards(call: Call, _: ModuleAttributes) -> Iterator[Override]:
     bound, norms = call.bound, find_instances(call.bound.modules, SyncBatchNorm)
-    return module_overrides(bound.modules, norms, call.spec, bound.path, call.inputs.options.weight)
+    return module_overrides(bound.modules, norms, call.spec, bound.path, call.inputs.weight)
 
 
 def _offloaded_forwards(call: Call, _: ModuleAttributes) -> Iterable[Override]:
@@ -282,7 +288,7 @@ def trace_order(
         named = dict(model.named_parameters(remove_duplicate=False))
         params |= {name: fake(named[name]) for name in spec.ignored if name in named}
         positional, keywords = pytree.tree_map_only(Tensor, fake, given)
-        inputs = CallInputs(params, spec, Reduction(), CallOptions(prefetch=0, check_order=False))
+        inputs = CallInputs(params, spec, Reduction(), prefetch=0, check_order=False)
         call = Call(BoundModule.bind(model, spec), inputs, wrappers=_WRAPPERS)
         schedule = call.mode.schedule
         assert schedule is not None

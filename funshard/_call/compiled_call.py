@@ -61,7 +61,7 @@ def run(
     with (
         _torch.undo_module_writes(model),
         _swap_tensors(swaps),
-        _override_modules(modules, spec, inputs.options.weight),
+        _override_modules(modules, spec, inputs.weight),
         _drop_new_entries(modules),
     ):
         run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""])
@@ -73,7 +73,7 @@ def run(
 
 def _gather_full_params(inputs: CallInputs) -> dict[str, dict[str, Tensor]]:
     """Return the full parameters by the path of each module that has them, and their names there."""
-    spec, params, check_order, by = inputs.spec, inputs.params, inputs.options.check_order, inputs.reduction.by
+    spec, params, check_order, by = inputs.spec, inputs.params, inputs.check_order, inputs.reduction.by
     over = inputs.reduction.over if inputs.reduction.over is None else tuple(inputs.reduction.over)
     runs = spec._compute_once(_find_runs)
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -89,8 +89,8 @@ def _gather_full_params(inputs: CallInputs) -> dict[str, dict[str, Tensor]]:
                     views = _gather_views(params[unit.key], spec._graph_key, unit.key, by, over)
                 else:
                     views = _gather_unit_views(params[unit.key], spec, unit, inputs.reduction)
-            if inputs.options.weight is not None:
-                views = [weigh_grad(view, inputs.options.weight) for view in views]
+            if inputs.weight is not None:
+                views = [weigh_grad(view, inputs.weight) for view in views]
         for path, attrs, begin, end in runs[unit.key]:  # a dict's update costs Dynamo less than a loop over parameters
             tensors.setdefault(path, {}).update(zip(attrs, views[begin:end], strict=True))
     for name in spec.ignored:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,9 +113,8 @@ class PerLevelGathers:
 
     def __init__(self) -> None:
         self.restorable: dict[int, RestorableBuffer] = {}  # by storage: what pack recognises
-        self._count = itertools.count()
-        # by number: what is in it must not hold this
-        self._recent = deque[tuple[int, int, list[Tensor]]](maxlen=MAX_UNSHARDED_IN_BACKWARD)
+        # of a gather as a level sees it; weakly, as gathers hold this
+        self._recent = deque[tuple[weakref.ref[_RepeatableGather], int, list[Tensor]]](maxlen=MAX_UNSHARDED_IN_BACKWARD)
         self.keys = _torch.dispatch_keys()
         with _torch.below_transforms():
             empty = torch.empty(0)
@@ -128,17 +127,16 @@ class PerLevelGathers:
         """Add the gathered buffers, one for each dtype, of the unit of this key. Return their storages."""
         dtypes = tuple(buffer.dtype for buffer in buffers)
         storages = tuple(_torch.storage_id(_torch.unwrap(buffer)) for buffer in buffers)
-        repeatable = _RepeatableGather(self, key, next(self._count), shard, _torch.version(shard), dtypes, gather)
+        repeatable = _RepeatableGather(self, key, shard, _torch.version(shard), dtypes, gather)
         self.restorable |= dict.fromkeys(storages, repeatable)
         return storages
 
     def recent_buffer(self, gather: _RepeatableGather, level: int, dtype: torch.dtype) -> Tensor:
         """Return the buffer of a dtype as a level sees it, gathered again unless it is among the last ones."""
-        which = gather.number, level
-        buffers = next((buffers for *some, buffers in self._recent if tuple(some) == which), None)
+        buffers = next((buffers for ref, at, buffers in self._recent if ref() is gather and at == level), None)
         if buffers is None:
             buffers = gather.unshard_again(level)
-            self._recent.append((*which, buffers))
+            self._recent.append((weakref.ref(gather), level, buffers))
         return buffers[gather.dtypes.index(dtype)]
 
     def is_over(self, level: int) -> bool:
@@ -152,7 +150,6 @@ class _RepeatableGather:
 
     call: PerLevelGathers
     key: str
-    number: int
     shard: Tensor
     version: int
     """The shard's, when it was gathered."""
@@ -263,7 +260,8 @@ class Inline:
     """The gathers and reductions that are ahead and behind of their use, if there are such."""
 
     def __init__(self, inputs: CallInputs, gathers: PerLevelGathers | None = None) -> None:
-        self.params, self.spec, self._reduction, self._options, _ = inputs
+        self.params, self.spec = inputs.params, inputs.spec
+        self._options = inputs.reduction, inputs.weight, inputs.check_order
         self._level, self._gathers = _torch.current_level(), gathers
         # the buffers whose saved views are replaced, by storage; None where autograd keeps what it saves
         self.restorable = gathers.restorable if gathers else None
@@ -274,11 +272,11 @@ class Inline:
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow."""
-        mesh, reduction, options = self.spec.bound_mesh, self._reduction, self._options
+        mesh, reduction, weight, check_order = self.spec.bound_mesh, *self._options
 
         def gather(shard: Tensor) -> list[Tensor]:  # without this mode, which what is in a graph would hold
-            buffer = unshard_unit(shard, unit, mesh, reduction, check_order=options.check_order)
-            return split_by_dtype(weigh_grad(buffer, options.weight), unit, shard.dtype)
+            buffer = unshard_unit(shard, unit, mesh, reduction, check_order=check_order)
+            return split_by_dtype(weigh_grad(buffer, weight), unit, shard.dtype)
 
         buffers = gather(shard := self.params[unit.key])
         if _torch.is_in_forward_ad() and self.spec.size(unit) == 1:

@@ -170,9 +170,13 @@ class BackwardPrefetch:
         self._awaiting_release.append(weakref.ref(gathered))
 
 
-class CallOptions(NamedTuple):
-    """The options of a schedule: how far gathers run ahead and reductions behind, and whether ranks compare them."""
+class CallInputs(NamedTuple):
+    """The parameters that a call gathers, and how it gathers them and reduces their gradients."""
 
+    params: Mapping[str, Tensor]
+    spec: PartitionSpec
+    """The spec of the parameters, bound to a mesh."""
+    reduction: Reduction
     prefetch: int = 1
     """The number of units that are gathered ahead of their use."""
     in_flight: int = 1
@@ -181,16 +185,6 @@ class CallOptions(NamedTuple):
     """Whether ranks compare the order of their collectives."""
     weight: Tensor | None = None
     """The weight of the micro-batch that the call is part of, if it may be 0: its gradients are then left out."""
-
-
-class CallInputs(NamedTuple):
-    """The parameters that a call gathers, and the options by which it gathers them and reduces their gradients."""
-
-    params: Mapping[str, Tensor]
-    spec: PartitionSpec
-    """The spec of the parameters, bound to a mesh."""
-    reduction: Reduction
-    options: CallOptions
     receiver: GradReceiver | None = None
     """The accumulation that takes gradients while backward runs."""
 
@@ -199,25 +193,24 @@ class Schedule:
     """The gathers and reductions of one call and of its backward; of its units those that are given as shards."""
 
     def __init__(self, inputs: CallInputs) -> None:
-        shards, spec, reduction, options, receiver = inputs
+        shards, spec, self.reduction, prefetch, in_flight, self.check_order, self.weight, self.receiver = inputs
         if len(keys := spec.by_key.keys() & shards.keys()) < len(spec):
             spec = spec._restrict_to_units("", keys)
         self.shards = {key: _torch.unwrap(shards[key]).detach() for key in spec.by_key}
         self.witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
-        self.spec, self.reduction, self.check_order, self.weight = spec, reduction, options.check_order, options.weight
+        self.spec = spec
         dtypes = tuple(shard.dtype for shard in self.shards.values())
-        self.routes = spec._compute_once(RouteTable, dtypes, reduction, options.check_order)
+        self.routes = spec._compute_once(RouteTable, dtypes, self.reduction, self.check_order)
         has_values = not (_torch.is_tracing() or any(map(_torch.is_fake, self.shards.values())))
         self.order_check = OrderCheck(is_on=self.routes.needs_order_check and has_values)
         self._has_backward = False  # whether a backward will end in the call's shards
         self.buffers = BufferPool()
-        self.receiver = receiver
-        self.reductions = ReductionQueue(options.in_flight, self.buffers, receiver)
+        self.reductions = ReductionQueue(in_flight, self.buffers, self.receiver)
         self._reducing = -1  # the run of backward whose gradients these are
         self._run_sums: dict[GatheredUnit, tuple[int, Sequence[Tensor | None]]] = {}  # of some of a unit's inner runs
-        self.backward = BackwardPrefetch(options.prefetch)
+        self.backward = BackwardPrefetch(prefetch)
         self._order, self._position = spec.order, -1  # where forward is in that order
-        self._prefetch = options.prefetch
+        self._prefetch = prefetch
         self._in_use: set[str] = set()
         self._ahead: dict[str, GatheredUnit] = {}
         self.gathered_keys: list[str] = []  # in the order of forward
