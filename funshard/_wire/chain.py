@@ -17,6 +17,7 @@ from .._core.flow import Reduction
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.ops import PendingResult
 from .._core.spec import PartitionSpec
+from .._core.tree import is_within
 from .._spec.options import inner_calls
 from ..collectives._agree import is_comparable
 from .host import start_copy_to_device
@@ -261,9 +262,7 @@ class RouteTable:
 
         def is_inside(key: str) -> bool:
             paths = spec.by_key[key].paths
-            parts = [path.split(".") for path in paths]
-            around = {".".join(names[:i]) for names in parts for i in range(len(names) + 1)}
-            return not inner.isdisjoint(around.difference(paths))
+            return any(is_within(path, around) for around in inner.difference(paths) for path in paths)
 
         self.gather_positions = tuple(  # in spec.order, of units that are gathered or copied, except those in `inner_calls`
             i for i, key in enumerate(spec.order) if (routes[key].split_axes or routes[key].device) and not is_inside(key)

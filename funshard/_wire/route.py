@@ -17,7 +17,7 @@ from .._spec.codec import storage_codec
 from .._spec.precision import Dtypes, Precision, precision_of
 from .host import compute_device
 from .mixed_layout import MixedLayout, find_param_dtypes, make_mixed_layout
-from .stages import AllGather, Bytes, Copy, Decode, Divide, Encode, GatherEncodedBack, GradDtype, Join, Move, Replicas, Stage
+from .stages import AllGather, Bytes, Decode, Divide, Encode, GatherEncodedBack, GradDtype, Join, Move, Replicas, Stage
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,14 @@ class Route:
         decode = functools.partial(Decode, num_slices=num_slices, numel=slice_numel, dtype=dtypes.param)
         if codec := storage_codec(unit):
             encoding = codec._describe_encoding(slice_numel, dtype)[1]
-            stages = _gather_at_rest([*gathers, decode(codec, encoding=encoding)], device)
+            moves = [Move(device, torch.uint8, torch.uint8, torch.uint8)] if device is not None else []
+            stages = [*moves, *gathers, decode(codec, encoding=encoding)]  # of bytes, which have no gradient
         else:
             sent = dtypes.param  # what comes to the gathers
             if layout:
                 sent, gathers = dtype, [Bytes(layout), *gathers, Join(layout)]
             elif precision.codec and dtype.is_floating_point and unit.numel:
-                sent, gathers = dtype, [Encode(precision.codec, dtypes.param), *gathers, decode(precision.codec)]
+                sent, gathers = dtype, [Encode(precision.codec, dtypes), *gathers, decode(precision.codec)]
             replicas = [Replicas.on_axis(name, mesh, op) for name in reversed(replica_axes)]
             stages = [*replicas, *gathers]
             stages = [*([Divide(after)] if after != 1 else []), *stages, *([Divide(before)] if before != 1 else [])]
@@ -144,13 +145,6 @@ class Route:
     def unflatten(self, buffer: Tensor, unit: Unit) -> list[Tensor]:
         """Return the unit's parameters, in their order, as views of its buffer."""
         return self.layout.unflatten(buffer, unit) if self.layout else unflatten_unit(buffer, unit)
-
-
-def _gather_at_rest(gathers: list[Stage], device: torch.device | None) -> list[Stage]:
-    """Return the stages of a slice at rest in a codec: bytes, which have no gradient."""
-    if device is not None:
-        return [Move(device, torch.uint8, torch.uint8, torch.uint8), *gathers]
-    return gathers if len(gathers) > 1 else [Copy(), *gathers]
 
 
 def find_slice(axes: Iterable[str], mesh: Mesh) -> int | None:

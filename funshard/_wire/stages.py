@@ -24,6 +24,7 @@ from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 from .._core.ops import OpContext, PendingResult, start_op
 from .._core.primitive import apply
 from .._spec.codec import Codec, Encoding, pack_bytes, pack_rows, unpack_bytes
+from .._spec.precision import Dtypes
 from ..collectives._functions import gather_slices, make_label, reduce_scatter, unvary, vary
 from .host import HOST, move, start_grad_copy
 from .mixed_layout import MixedLayout
@@ -140,16 +141,6 @@ class Move(Stage):
 
 
 @dataclass(frozen=True)
-class Cast(Stage):
-    """A cast of values. Gradients have that dtype already."""
-
-    dtype: torch.dtype
-
-    def apply(self, x: Tensor, transit: Transit) -> Tensor:
-        return x.to(self.dtype)
-
-
-@dataclass(frozen=True)
 class Divide(Stage):
     """A division of gradients.
 
@@ -175,14 +166,6 @@ class GradDtype(Stage):
 
     def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         return move(grad, self.device, self.dtype)  # which is there, but for a slice that is to be reduced over more axes
-
-
-@dataclass(frozen=True)
-class Copy(Stage):
-    """A copy of the slice, for a stage that may return what it is given."""
-
-    def apply(self, x: Tensor, transit: Transit) -> Tensor:
-        return x.clone()
 
 
 # --- Collectives over one axis of the mesh ---
@@ -342,15 +325,15 @@ class Encode(Stage):
     """The encoding of a slice by a codec, as bytes. Its derivative is that of a cast."""
 
     codec: Codec
-    dtype: torch.dtype
-    """The dtype in which the unit is computed with."""
+    dtypes: Dtypes
+    """The dtypes in which the unit is computed with, and its gradients are reduced."""
 
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
         raw, transit.encoding = pack_bytes(self.codec._encode_slice(x))
         return raw
 
     def linear(self) -> Stage | None:
-        return Cast(self.dtype)
+        return Move(None, self.dtypes.param, self.dtypes.reduce, self.dtypes.reduce)
 
 
 @dataclass(frozen=True)
@@ -368,6 +351,7 @@ class Decode(Stage):
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
         encoding = self.encoding or transit.encoding
         assert encoding is not None
+        x = x.clone() if self.encoding is not None and self.num_slices == 1 else x  # of the shard, which a codec may return
         return self.codec._decode_slices(unpack_bytes(x.view(self.num_slices, -1), encoding), self.numel, self.dtype)
 
     def linear(self) -> Stage | None:
