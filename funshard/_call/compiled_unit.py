@@ -17,17 +17,15 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.tree import is_within
-from .._core.unit import Unit
 from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of, surrounds_forward
 from .._transforms.ambient import RUNNING
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
 from .buffers import is_first_warning
-from .modes import UnitInUse
 from .module_state import GatheringParameters, ModuleAttributes, find_modules
 from .running import Call, Override
 
@@ -225,15 +223,6 @@ def _find_obstacle(call: Call) -> str | None:
 @contextlib.contextmanager
 def _plain_parameters(call: Call, inside: Sequence[nn.Module], before: ModuleAttributes) -> Generator[None]:
     """Give modules their gathered parameters in plain dicts, and their own forward, for the length of a run."""
-    units: dict[str, UnitInUse] = {}
-
-    def read(unit: Unit, i: int) -> Tensor:
-        if unit.key not in units:
-            units[unit.key] = call.scopes.gather(unit)
-        if call.used_parameters is not None:
-            call.used_parameters.add(unit.params[i].name)
-        return units[unit.key].views[i]
-
     restored: list[tuple[nn.Module, GatheringParameters, dict[str, Any], dict[str, Any], Any]] = []
     try:
         for module in inside:
@@ -241,7 +230,7 @@ def _plain_parameters(call: Call, inside: Sequence[nn.Module], before: ModuleAtt
             gathering = attributes.get("_parameters")
             if not isinstance(gathering, GatheringParameters):
                 continue
-            plain = gathering.read_with(read)
+            plain = gathering.read_with(functools.partial(call.read, for_module=True))
             restored.append((module, gathering, plain, plain.copy(), attributes.pop("forward", None)))
             attributes["_parameters"] = plain
             if "forward" in before[module]:

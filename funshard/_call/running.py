@@ -57,11 +57,10 @@ class UnitScopes:
     def gather(self, unit: Unit, *, is_read: bool = False) -> UnitInUse:
         """Return the unit; gather it unless it is in use, for its module or because forward reads one of its parameters."""
         if RUNNING.names != self._inside:
-            name = RUNNING.names[-1]
-            instead = next(text for kind, text in _INSTEAD.items() if name.startswith(kind))
             raise RuntimeError(
-                f"unit '{unit.key}' is read inside of {name}, which does not own it: there it would have no gradient; "
-                f"expected {instead}"
+                f"unit '{unit.key}' is read inside of {RUNNING.names[-1]}, which does not own it: there it would have no "
+                "gradient; expected P(remat=True) for the module around both, or the tensor alone among the arguments, as in "
+                "fs.remat(F.linear)(x, self.weight)"
             )
         hooks = _torch.current_saved_tensor_hooks(False)
         if (hook := hooks[0] if hooks else None) is not self.hook or not torch.is_grad_enabled():
@@ -159,17 +158,6 @@ class UnitScopes:
                 raise write_error(*self._written) from cause
 
 
-_INSTEAD = {
-    "module ": "the parameter among the arguments, or P(remat=True) for a module around both",
-    "remat of ": (
-        "P(remat=True) for the module that it runs, by itself or by functional_call; or the tensor alone among the arguments, "
-        "as in fs.remat(F.linear)(x, self.weight)"
-    ),
-    "": "the tensor alone among the arguments, as in F.linear(x, weight)",
-}
-"""What to write instead of a recomputed function that reads a unit's parameter, by the beginning of the function's name."""
-
-
 # --- A call, what surrounds its forwards, and what watches it ---
 
 Override = tuple[nn.Module, str, Any]
@@ -252,7 +240,7 @@ class Call:
 
         Yield the run, which is to be told the result of forward.
         """
-        hooks = contextlib.nullcontext()
+        schedule, hooks = self.mode.schedule, contextlib.nullcontext()
         if (around := choose_hooks(self.mode.restorable, self.offload)) is not None:
             self.scopes.hook = pack = around.pack  # one bound method: it is compared by identity at each read
             hooks = around.activate(pack)
@@ -273,15 +261,11 @@ class Call:
                     run.guards.append(guard(run))
                     stack.callback(run.guards[-1].restore)
             try:
-                with hooks, self.scopes.forward():
+                with schedule.forward() if schedule else contextlib.nullcontext(), hooks, self.scopes.forward():
                     for unit in () if self.bound.path in inner_calls(self.spec) else self.units_at(self.bound.path):
                         self.scopes.gather(unit)
                     yield run
-                if self.mode.schedule:
-                    self.mode.schedule.check_forward()
             finally:
-                if self.mode.schedule:
-                    self.mode.schedule.end_forward()
                 if buffers is not None:
                     buffers.update(run.buffers.updated())
             for guard in run.guards:
@@ -308,11 +292,11 @@ class Call:
         """Return the units that are gathered where the module at this path begins."""
         return self.spec._compute_once(_units_by_path).get(path, ())
 
-    def read(self, unit: Unit, i: int) -> Tensor:
-        """Return the unit's i-th parameter."""
+    def read(self, unit: Unit, i: int, *, for_module: bool = False) -> Tensor:
+        """Return the unit's i-th parameter, as forward reads it or, before that, ``for_module`` that does."""
         if self.used_parameters is not None:
             self.used_parameters.add(unit.params[i].name)
-        return self.scopes.gather(unit, is_read=True).views[i]
+        return self.scopes.gather(unit, is_read=not for_module).views[i]
 
     def make_inner(
         self, bound: BoundModule, params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]

@@ -233,7 +233,7 @@ class Schedule:
         following = self._units_to_prefetch(unit.key)
         if not following:
             self.buffers.clear()
-        gathered.wait()  # before the next ones start: they would share the wire
+        gathered.forward_buffer = gathered.wait()  # before the next ones start: they would share the wire
         for key in following:
             self._ahead[key] = GatheredUnit(self, self.spec.by_key[key])
         self.buffers.clear()
@@ -258,18 +258,19 @@ class Schedule:
         self._in_use.discard(gathered.unit.key)
         self.backward.append(gathered)
 
-    def check_forward(self) -> None:
-        """Have ranks compare what forward has gathered, and used."""
-        with forgetting_on_error(self._ahead.clear):
-            for key in self._ahead:
-                self.order_check.record(self.routes.steps[key].gather_groups, f"the end of forward without unit '{key}'")
-            self.order_check.compare(self.routes.gather_groups, "the end of forward")
-        self.order_check.compares_each = not self._has_backward
-
-    def end_forward(self) -> None:
-        """Free what was gathered ahead and not used."""
-        self._ahead.clear()
-        self.buffers.clear()
+    @contextlib.contextmanager
+    def forward(self) -> Generator[None]:
+        """Have ranks compare what the forward inside has gathered, and free what was gathered ahead and not used."""
+        try:
+            yield
+            with forgetting_on_error(self._ahead.clear):
+                for key in self._ahead:
+                    self.order_check.record(self.routes.steps[key].gather_groups, f"the end of forward without unit '{key}'")
+                self.order_check.compare(self.routes.gather_groups, "the end of forward")
+            self.order_check.compares_each = not self._has_backward
+        finally:
+            self._ahead.clear()
+            self.buffers.clear()
 
     # --- backward ---
 
@@ -356,11 +357,6 @@ class _Entry(_torch.Function):
 class GatheredUnit:
     """A unit that one call has gathered once in forward, and gathers again in backward."""
 
-    __slots__ = (
-        "__weakref__", "_backward_buffer", "_version", "chain", "dtypes", "forward_buffer", "index", "inner_runs", "is_trained",
-        "restoring", "route", "schedule", "shard", "unit",
-    )  # fmt: skip
-
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
         self.schedule, self.unit = schedule, unit
         self.shard = schedule.shards[unit.key]
@@ -391,11 +387,7 @@ class GatheredUnit:
                 groups = steps.gather_groups if secondary is None else steps.gather_secondary_groups
                 schedule.order_check.record(groups, f"the gather of unit '{self.unit.key}'")
 
-    def wait(self) -> None:
-        """Wait for forward's buffer."""
-        self.forward_buffer = self._wait_chain()
-
-    def _wait_chain(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait for the gather, and return the buffer; the shard itself if it needs none."""
         if not self.route.has_own_buffer:
             return self.shard
@@ -459,10 +451,7 @@ class GatheredUnit:
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> SavedView:
         """Return what autograd keeps instead of this view of the buffer."""
-        buffer = self.forward_buffer
-        return SavedView(
-            self._backward_buffer() or self.hold_for_backward(), tensor, self.buffer if buffer is None else buffer, by_backward
-        )
+        return SavedView(self.hold_for_backward(), tensor, self.buffer, by_backward)
 
     # --- backward ---
 
@@ -480,7 +469,7 @@ class GatheredUnit:
         backward_buffer = self.hold_for_backward()
         if backward_buffer.buffer is None:
             self.prefetch_again()
-            backward_buffer.buffer = self._wait_chain()
+            backward_buffer.buffer = self.wait()
         return backward_buffer.buffer
 
     def parameters_in_backward(self, shard: Tensor) -> Sequence[Tensor]:

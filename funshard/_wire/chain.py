@@ -169,9 +169,10 @@ class RouteSteps:
         reduce: list[StartStep] = []
         self._before_reduce: list[Stage] = []
         for stage in reversed(route.stages):
-            if stage.changes_grads and reduce:
+            changes_grads = type(stage).transpose_ is not Stage.transpose_
+            if changes_grads and reduce:
                 reduce[-1] = _append(reduce[-1], stage)
-            elif stage.changes_grads:
+            elif changes_grads:
                 self._before_reduce.append(stage)
             if (step := stage.start_transpose(names)) is not None:
                 reduce.append(step)

@@ -96,11 +96,6 @@ class Stage:
         """Return the gradient before the stage, in a chain, whose ``grad`` may be written to; nothing is sent here."""
         return grad
 
-    @property
-    def changes_grads(self) -> bool:
-        """Whether `transpose_` does anything."""
-        return type(self).transpose_ is not Stage.transpose_
-
     def start_transpose(self, names: Names) -> StartStep | None:
         """Return the function that starts the stage for gradients in a chain, if it sends something."""
         return None
