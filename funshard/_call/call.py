@@ -90,7 +90,8 @@ def functional_call(
         >>> fs.functional_call(model, params, (torch.ones(2),), spec=spec)
         tensor([6.])
     """
-    inputs = _check_inputs(params, spec, reduce, reduce_axes, prefetch, in_flight, check_order)
+    inputs = CallInputs(params, bind_spec(spec), Reduction(), prefetch, in_flight, check_order)
+    inputs = _check_inputs(inputs, reduce, reduce_axes)
     given = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
     returned = (attributes,) if isinstance(attributes, str) else tuple(attributes or ())
     if _torch.is_in_graph():
@@ -116,21 +117,12 @@ def functional_call(
 # --- The checks of the arguments, before anything is communicated or computed ---
 
 
-def _check_inputs(
-    params: Mapping[str, Tensor],
-    spec: PartitionSpec,
-    reduce: ReduceBy,
-    reduce_axes: Iterable[str] | None,
-    prefetch: int,
-    in_flight: int,
-    check_order: bool,
-) -> CallInputs:
-    """Return what a functional_call gathers, after checks that need no model: inside torch.compile there are no others."""
-    spec = bind_spec(spec)
+def _check_inputs(inputs: CallInputs, reduce: ReduceBy, reduce_axes: Iterable[str] | None) -> CallInputs:
+    """Return the inputs with their reduction, after checks that need no model: inside torch.compile there are no others."""
+    params, spec, _, prefetch, in_flight, check_order, weight, receiver = inputs
     check_params(params, spec)
     check_host_resident(params, spec)
     refuse_reduce_codec_in_graph(spec)
-    weight = receiver = None
     if accumulation := find_accumulation(params, spec, reduce, reduce_axes):
         params, reduction, receiver = accumulation.replace(params)
         weight = accumulation.weight
