@@ -46,8 +46,7 @@ without an underscore is public.
        optim, compress, averaging, loss_scale      around the step
     7  _slices                          random_like; slices where they lie: without padding, averaged, finite
     6  _wire                            a unit's way from slice to buffer: stages, and their folds, data flow and chains
-    5  _units                           weights of micro-batches, and how calls in an accumulation reduce
-       policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
+    5  policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
        codecs                           int8, NF4, dynamic8 and cast, for what is sent and what is at rest
     4  _spec                            the options of P: Precision and Codec, Remat, Compile; state by unit
     3  collectives                      collectives with their transposes, and ranks that compare what they send

@@ -16,7 +16,7 @@ from ._core.spec import PartitionSpec
 from ._gone import raise_gone
 from ._slices.values import is_inexact
 from ._spec.local import check_axes_are_given, distinct_axes
-from ._units.accumulation import drop_unweighted
+from ._wire.accumulation import drop_unweighted
 from ._wire.reductions import BUCKET_BYTES, Bucket
 from .collectives._functions import Reduce, all_reduce
 

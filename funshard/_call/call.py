@@ -17,7 +17,7 @@ from .._core.checks import bind_spec, check_params, check_spec, find_full_params
 from .._core.flow import ReduceBy, Reduction, resolve_reduction
 from .._core.spec import PartitionSpec, abridge
 from .._transforms.error_hints import add_cast_hint, add_hints
-from .._units.accumulation import find_accumulation
+from .._wire.accumulation import find_accumulation
 from .._wire.flow import refuse_reduce_codec_in_graph
 from .._wire.host import check_host_resident
 from ..collectives._world import has_peers

@@ -38,7 +38,7 @@ from .._core.tree import is_within
 from .._core.unit import Unit
 from .._torch.tracing import phase
 from .._transforms.saved_tensors import hook_running_node, mark_graph_freed
-from .._units.accumulation import GradReceiver, drop_unweighted
+from .._wire.accumulation import GradReceiver, drop_unweighted
 from .._wire.chain import BufferPool, CollectiveChain, RouteTable, copy_secondary_slice, forgetting_on_error
 from .._wire.flow import reduce_unit
 from .._wire.mixed_layout import view_whole_elements

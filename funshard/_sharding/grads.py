@@ -13,7 +13,7 @@ from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.codec import check_trainable
-from .._units.accumulation import drop_unweighted
+from .._wire.accumulation import drop_unweighted
 from .._wire.flow import reduce_slice, reduce_unit
 from ..collectives._functions import sum_over
 

@@ -18,7 +18,7 @@ from .._core.tree import Param, check_not_compiled
 from .._core.unit import Unit
 from .._spec.codec import check_trainable
 from .._spec.table import log_spec
-from .._units.accumulation import find_accumulation
+from .._wire.accumulation import find_accumulation
 from .._wire.flow import (
     apply_options,
     flatten_global,

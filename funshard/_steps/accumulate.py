@@ -24,7 +24,7 @@ from .._slices.values import upcast
 from .._transforms._recompute.function import find_tensors
 from .._transforms.error_hints import add_hints
 from .._transforms.products import check_differentiable, check_recorded, is_differentiated_outside, run_loss
-from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
+from .._wire.accumulation import Accumulation, GradReceiver, drop_unweighted
 from .._wire.flow import reduce_slice, reduce_unit, unshard_unit
 from .._wire.host import check_host_resident
 from .._wire.mixed_layout import cast_views

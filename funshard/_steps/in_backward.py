@@ -17,7 +17,7 @@ from .._call.schedule import Schedule
 from .._core.flow import ReduceBy
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
-from .._units.accumulation import GradReceiver
+from .._wire.accumulation import GradReceiver
 from ..optim._norms import check_max_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
 from .accumulate import AccumulationPlan, GradSums, add_up, replacement_key, run_in_place
 

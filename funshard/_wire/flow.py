@@ -25,8 +25,8 @@ from .._core.spec import PartitionSpec
 from .._core.unit import LocalDims, Unit
 from .._spec.codec import pack_bytes, storage_codec
 from .._spec.precision import precision_of
-from .._units.accumulation import drop_unweighted
 from ..collectives._functions import gather_slices, reduce_scatter, scatter, unvary
+from .accumulation import drop_unweighted
 from .host import HOST, place_slice
 from .route import Route
 from .stages import AllGather, Constants, Decode, Replicas, Stage, Transit, from_constants, to_constants

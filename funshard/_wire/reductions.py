@@ -11,7 +11,7 @@ from .. import _torch
 from .._core.layout import insert_padding, to_memory_order
 from .._core.unit import Unit
 from .._torch.tracing import phase
-from .._units.accumulation import GradReceiver
+from .accumulation import GradReceiver
 from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable
 from .route import Route
 

@@ -1,1 +1,0 @@
-"""Weights of micro-batches, and how the calls of an accumulation reduce."""
