@@ -1,15 +1,31 @@
-"""The ATen graph of a compiled step: the kinds of its nodes, the gathers of units, and its phases."""
+"""The ATen graph of a compiled step: its nodes, gathers and phases, and the schedule of functional_call as passes over it.
+
+torch.compile makes one ATen graph of a step that takes gradients by torch.func: forward, backward and update, in the
+order of the program. There every unit is gathered at the start, lives until its last use in backward, and is reduced at
+the end. `schedule_nodes` gives the graph the schedule that functional_call has without the compiler:
+
+- `_gather_again_in_backward`: a unit with ``P(reshard=True)`` that backward uses gets a second gather, unless at most one
+  other unit is used in between: functional_call keeps the root unit and the last one as well.
+- `_NodeOrder`: a gather starts where the unit before it is first used, and its wait is at its own unit's first use. A
+  reduction starts as soon as its gradient is complete, and its wait is where the next one starts.
+
+tests/compile/test_compile.py pins what is private in torch: `_GRAD_FUNCTIONS` and ``meta["custom"]``.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from .. import _torch
-from .._torch.compiler import FUNC_GRADIENT, OpOverload, annotate, get_annotation, is_view
+from .._core import ops
+from .._torch.compiler import FUNC_GRADIENT, CustomGraphPass, OpOverload, annotate, get_annotation, is_view, view_base
+from ..collectives._agree import check_sequence, is_comparable
 
 _PHASE_KEY, _RESHARD_KEY = "funshard_phase", "funshard_reshard"
 CHECK_ORDER_KEY, UNIT_KEY = "funshard_check_order", "funshard_unit"
@@ -169,3 +185,258 @@ def find_phases(graph: Graph) -> dict[Node, int]:
     for node in graph.nodes:
         phase = phases[node] = max(phase, get_annotation(node, _PHASE_KEY) or 0)
     return phases
+
+
+# --- the passes ---
+
+
+class GraphPass(CustomGraphPass):
+    """A pass of inductor: a change of a graph in place, with the key of what inductor caches, None for nothing."""
+
+    def __init__(self, change: Callable[[Graph], None], key: object) -> None:
+        self.change, self.key = change, key
+
+    def __call__(self, graph: Graph) -> None:
+        """Transform the graph in place."""
+        self.change(graph)
+        graph.lint()
+
+    def uuid(self) -> object:
+        """Return the key. Inductor's own has the graph's code, but not its annotations."""
+        return self.key
+
+
+def schedule_nodes(graph: Graph, prefetch: int, in_flight: int) -> None:
+    """Give a graph the schedule of functional_call."""
+    _gather_again_in_backward(graph)
+    _clone_overwritten_inputs(graph)
+    order = _NodeOrder(graph, prefetch, in_flight)
+    order.apply()
+    _compare_order(graph)
+    _replace_operators(graph, order.late_nodes, order.assemblies.values())
+
+
+def _gather_again_in_backward(graph: Graph) -> None:
+    """Give each phase its own gather of a unit, unless at most one other is used since the unit's last use.
+
+    A backward of a backward comes to each unit more than once, and each time is treated so.
+    """
+    phases, gathers = find_phases(graph), find_gathers(graph)
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    places: dict[object, list[int]] = {}
+    for unit in gathers:
+        places.setdefault(unit.unit_key, []).extend(position[user] for user in unit.users)
+    for unit in filter(lambda unit: unit.needs_reshard, gathers):
+        others = [some for key, some in places.items() if key != unit.unit_key]
+        users = [user for user in unit.users if user.op != "output" and not is_mutating(user)]
+        copy: Callable[[Node], Node] | None = None
+        for before, user in itertools.pairwise(users):
+            between = range(position[before] + 1, position[user])
+            may_gather = phases[user] > phases[before] or phases[user] > phases[unit.wait] + 1
+            if may_gather and sum(any(i in between for i in other) for other in others) > 1:
+                copy = _copy_gather(unit, user)
+            if copy:
+                for node in user.all_input_nodes:
+                    user.replace_input_with(node, copy(node))
+    for view in dict.fromkeys(view for unit in gathers for view in reversed(unit.views)):  # one may be of two gathers
+        if not view.users:
+            graph.erase_node(view)
+
+
+def _copy_gather(unit: GatherNodes, before: Node) -> Callable[[Node], Node]:
+    """Return a function that copies a node of a gather, with what it needs of it, to before a node; others it returns."""
+    originals, copies = {unit.wait, *unit.producers, *unit.views}, dict[Node, Node]()
+
+    def copy(node: Node) -> Node:
+        if node in originals and node not in copies:
+            for needed in node.all_input_nodes:
+                copy(needed)
+            with before.graph.inserting_before(before):
+                copies[node] = before.graph.node_copy(node, lambda n: copies.get(n, n))
+        return copies.get(node, node)
+
+    return copy
+
+
+def _clone_overwritten_inputs(graph: Graph) -> None:
+    """Clone each input that is both overwritten and copied into another input, before the first write.
+
+    torch 2.13: inductor drops the program's own clone. Pinned by ``test_donated_values_move``.
+    """
+    writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    written = {write.all_input_nodes[0] for write in writes}
+    for write in writes:
+        into, value = write.args[:2]
+        if isinstance(value, Node) and (read := view_base(value)) in written and read is not into:
+            with graph.inserting_before(writes[0]):
+                clone = graph.call_function(torch.ops.aten.clone.default, (value,))
+            clone.meta = dict(value.meta)
+            write.args = (into, clone, *write.args[2:])
+
+
+class _NodeOrder:
+    """A new order of a graph's nodes: the program's, except for gathers with their views, and reductions.
+
+    It follows from the order of the program, never from that of a set, so it is the same on all ranks.
+    """
+
+    def __init__(self, graph: Graph, prefetch: int, max_in_flight: int) -> None:
+        self.prefetch, self.max_in_flight = prefetch, max_in_flight
+        *self.program, self.output = (node for node in graph.nodes if node.op != "placeholder")
+        position = {node: i for i, node in enumerate(graph.nodes)}
+        phases, gathers = find_phases(graph), find_gathers(graph)
+        self.gather_nodes = [node for unit in gathers for node in (*unit.producers, unit.wait, *unit.views)]
+        self.late_nodes = {*self.gather_nodes, *filter(is_wait, self.program)}
+        """The nodes that are placed only where another node needs them."""
+        # A unit has its turn at its first use in each phase, with its tangents, which starts the gathers for a later turn.
+        first = {(phases[user], unit.wait): (user, unit) for unit in gathers for user in reversed(unit.users)}
+        in_turn = sorted(first.items(), key=lambda item: position[item[1][0]])
+        self.gathers: list[list[GatherNodes]] = []
+        self.turns: dict[Node, list[int]] = {}
+        for turn, (_, items) in enumerate(itertools.groupby(in_turn, lambda item: (item[0][0], item[1][1].unit_key))):
+            self.gathers.append([])
+            for _, (user, unit) in items:
+                self.gathers[turn].append(unit)
+                self.turns.setdefault(user, []).append(turn)
+        self.waiting_turns: dict[Node, list[int]] = {}
+        """The turns whose gathers lack only this node."""
+        # A reduction starts when its last missing input is placed. Only nodes that assemble its input lie between.
+        self.assemblies: dict[Node, list[Node]] = {}
+        self.missing_counts: dict[Node, int] = {}
+        self.reductions_of: dict[Node, list[Node]] = {}
+        for start in (node for node in self.program if is_collective_start(node) and node not in self.late_nodes):
+            assembly = reachable_nodes([start], lambda node: [n for n in node.all_input_nodes if is_assembly(n)])
+            needed = dict.fromkeys(n for node in (start, *assembly) for n in node.all_input_nodes)
+            missing = [n for n in needed if n.op == "call_function" and n not in assembly]
+            self.assemblies[start], self.missing_counts[start] = assembly, len(missing)
+            for node in missing:
+                self.reductions_of.setdefault(node, []).append(start)
+        self.placed: dict[Node, None] = {}
+        self.in_flight: list[list[Node]] = []
+        self.is_finishing = False
+
+    def apply(self) -> None:
+        """Reorder the graph."""
+        for turn in range(self.prefetch):
+            self.start_gather(turn)
+        for node in self.program:
+            if is_mutating(node):  # an input, which gathers read
+                for gather_node in self.gather_nodes:
+                    self.place(gather_node)
+            if node not in self.late_nodes:
+                self.place(node)
+        for node in self.program:
+            self.place(node)
+        for node in self.placed:
+            self.output.prepend(node)
+
+    def start_gather(self, turn: int) -> None:
+        """Place the starts of the gathers for this turn, if there are any, or have them placed once they can be."""
+        for unit in self.gathers[turn] if turn < len(self.gathers) else ():
+            missing = next((node for node in unit.sources if node not in self.placed and node.op == "call_function"), None)
+            if missing is None:
+                self.place(unit.start)
+            else:
+                self.waiting_turns.setdefault(missing, []).append(turn)
+
+    def place(self, node: Node) -> None:
+        """Place a node after its inputs, and start the reductions that lacked only this node."""
+        if node in self.placed or node.op == "placeholder":
+            return
+        for needed in node.all_input_nodes:
+            self.place(needed)
+        for turn in self.turns.get(node, ()):
+            self.start_gather(turn + self.prefetch)
+        self.placed[node] = None
+        for turn in self.waiting_turns.pop(node, ()):
+            self.start_gather(turn)
+        for start in self.reductions_of.get(node, ()):
+            self.missing_counts[start] -= 1
+            if not self.missing_counts[start]:
+                self.start_reduction(start)
+
+    def start_reduction(self, start: Node) -> None:
+        """Start a reduction, after finishing those beyond the limit. One that such a finish completes joins the same batch."""
+        if not self.is_finishing:
+            self.is_finishing = True
+            self.in_flight.append([])
+            while len(self.in_flight) > self.max_in_flight:
+                for other in self.in_flight.pop(0):
+                    self.finish_reduction(other)
+            self.is_finishing = False
+        self.in_flight[-1].append(start)
+        self.place(start)
+
+    def finish_reduction(self, start: Node) -> None:
+        """Wait for a reduction, and place the last users of its input (on gloo: the sum of this rank's own part)."""
+        views = reachable_nodes(self.assemblies[start], lambda node: [n for n in node.users if is_cheap(n)])
+        held = {*self.assemblies[start], *views}
+        for wait in filter(is_wait, start.users):
+            self.place(wait)
+            after = reachable_nodes([wait], lambda node: [n for n in node.users if is_assembly(n)])
+            known = {*after, *held}
+            for node in after:
+                inputs = node.all_input_nodes
+                if not held.isdisjoint(inputs) and all(n in known or n in self.placed for n in inputs):
+                    self.place(node)
+
+
+# --- operators where those of torch cost memory, and a comparison between ranks ---
+
+
+def _replace_operators(graph: Graph, late_nodes: set[Node], assemblies: Iterable[list[Node]]) -> None:
+    """Replace the gathers among ``late_nodes`` on gloo, and concatenations before reductions, by what needs less memory."""
+    concatenations = {node for assembly in assemblies for node in assembly if node.target is torch.ops.aten.cat.default}
+    for node in graph.nodes:
+        if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default and node in late_nodes:
+            shard = node.all_input_nodes[0].meta["val"]
+            if _torch.backend_name(node.args[2], shard.device) == "gloo" and shard.dtype.is_floating_point:
+                node.target = torch.ops.funshard.all_gather.default
+        elif node in concatenations:
+            node.target = torch.ops.funshard.cat.default
+
+
+def _compare_order(graph: Graph) -> None:
+    """Have ranks compare the collectives of a graph that gathers units, before its first operator."""
+    names: dict[str, list[str]] = {}
+    for node in filter(is_collective_start, graph.nodes):
+        if not is_comparable(node.args[-1]):
+            continue
+        key = get_annotation(node, UNIT_KEY)
+        names.setdefault(node.args[-1], []).append(str(node.target) + ("" if key is None else f" of unit '{key}'"))
+    if not names or not any(get_annotation(node, CHECK_ORDER_KEY) for node in graph.nodes):
+        return
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    with graph.inserting_before(first):
+        done = graph.call_function(torch.ops.aten.empty.memory_format, ([1],), {"device": torch.device("cpu")})
+        done.meta["val"] = torch.empty(1, device="meta")
+        for group, started in names.items():
+            graph.call_function(torch.ops.funshard.compare_order.default, (done, group, "\n".join(started)))
+
+
+@torch.library.custom_op("funshard::compare_order", mutates_args=("done",))
+def _run_compare_order(done: Tensor, group: str, names: str) -> None:
+    """Compare the collectives of a graph between ranks. ``done`` is mutable only so that compilers keep the operator."""
+    check_sequence(names.split("\n"), group, done)
+
+
+@torch.library.custom_op("funshard::all_gather", mutates_args=())
+def _gloo_all_gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
+    """Start gloo's gather in place, as functional_call does, because torch's operator needs the buffer twice."""
+    full = shard.new_empty(num_ranks * len(shard), *shard.shape[1:])
+    ops.start_op("gather_mean", shard, ops.OpContext(num_ranks, group), full)
+    return full
+
+
+@_gloo_all_gather.register_fake
+def _gloo_all_gather_fake(shard: Tensor, num_ranks: int, group: str) -> Tensor:
+    return shard.new_empty(num_ranks * len(shard), *shard.shape[1:])
+
+
+@torch.library.custom_op("funshard::cat", mutates_args=())
+def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat that inductor does not see through: it would hold the whole buffer from the first piece on."""
+    return torch.cat(tensors, dim)
+
+
+_cat.register_fake(torch.cat)

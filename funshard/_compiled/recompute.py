@@ -7,7 +7,7 @@ remat_using_tags_for_fwd_loss_bwd_graph (torch 2.13, torch._functorch), extended
 step, and nested regions.
 
 Some values are always saved, so that no number can change: random numbers (inductor's seeds), results of collectives
-(passes.py gathers a unit again) and of higher-order operators, sizes, and values that are read outside of the region.
+(graph.py gathers a unit again) and of higher-order operators, sizes, and values that are read outside of the region.
 """
 
 from __future__ import annotations

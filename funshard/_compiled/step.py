@@ -1,4 +1,4 @@
-"""compile: a whole training step as one graph, with the schedule of functional_call (passes.py).
+"""compile: a whole training step as one graph, with the schedule of functional_call (graph.py).
 
 Inductor's own passes that reorder the graph are off, because the schedule is its order. Private in torch: inductor's
 ``compile_fx``, ``joint_custom_pre_pass`` and ``post_grad_custom_post_pass``, which tests/compile/test_compile.py and
@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.utils import _pytree as pytree
 
 from .. import _torch
@@ -202,12 +202,22 @@ class _Backend:
         # Here, because the compiler takes a second to import.
         from functorch.compile import make_boxed_func
 
-        from .._torch.compiler import aot_autograd, compile_fx
-        from .graph import annotate_phases
-        from .passes import ChoosePass, SchedulePass
+        from .._torch.compiler import aot_autograd, compile_fx, get_hash_for_files
+        from . import graph as graph_file
+        from . import recompute as recompute_file
 
-        choose_pass = ChoosePass(RUNNING.regions or ())
-        schedule_pass = SchedulePass(annotate_phases(graph.graph), self.prefetch, self.in_flight)
+        def choose(graph: Graph) -> None:
+            recompute_file.mark_saved(graph, remats)
+
+        def schedule(graph: Graph) -> None:
+            recompute_file.recompute(graph)
+            graph_file.schedule_nodes(graph, self.prefetch, self.in_flight)
+
+        remats, code = RUNNING.regions or (), get_hash_for_files((graph_file.__file__, recompute_file.__file__))
+        is_known = not any(callable(remat.save) for remat in remats)  # else a user's function chooses what to save
+        choose_pass = graph_file.GraphPass(choose, (code, repr(remats)) if is_known else None)
+        annotations = graph_file.annotate_phases(graph.graph)
+        schedule_pass = graph_file.GraphPass(schedule, (code, annotations, self.prefetch, self.in_flight))
         if self.compiler == "inductor":
             passes = {_FIRST_PASS: choose_pass, _LAST_PASS: schedule_pass}
             patches = (

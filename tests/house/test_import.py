@@ -21,7 +21,7 @@ HEAVY = (
     "sympy",
     "numpy.testing",
     "transformers",
-    "funshard._compiled.passes",
+    "funshard._compiled.graph",
     "funshard._plan",
 )
 """What takes long to import, and that no call needs but those of the compiler."""
