@@ -182,7 +182,6 @@ Init = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 class UnitBytes(NamedTuple):
     """One unit at rest on one rank."""
 
-    slices: int
     numel: int  # of its parameters, on all ranks together
     padding: int  # elements of its buffer that are no parameter's
     parameters: int  # bytes of this rank's slice as it is stored
@@ -241,7 +240,7 @@ def unit_bytes(spec: PartitionSpec, init: Init | None) -> dict[str, UnitBytes]:
     for unit in spec:
         length, dtype = spec.stored(unit)
         sizes = unit.numel, spec.padded_numel(unit) - unit.numel, length * dtype.itemsize, optimizer[unit.key]
-        found[unit.key] = UnitBytes(spec.size(unit), *sizes, is_on_host(unit, spec))
+        found[unit.key] = UnitBytes(*sizes, is_on_host(unit, spec))
     return found
 
 

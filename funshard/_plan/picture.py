@@ -1,4 +1,4 @@
-"""The picture of a plan as an SVG file: memory, units and streams over time, and slices on the ranks."""
+"""The picture of a plan as an SVG file: memory, units and streams over time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from .._core.spec import PartitionSpec
-from .._core.unit import Unit
-from .costs import CATEGORIES, Category, Event, Timeline, UnitBytes, format_bytes, format_seconds
+from .costs import CATEGORIES, Category, Event, Timeline, format_bytes, format_seconds
 
 LEFT, WIDTH, RIGHT, EDGE = 92, 730, 178, 24
 """The widths of the names at the left, of what is to scale, of the figures at the right, and of the margin."""
@@ -21,8 +17,6 @@ STRIP, ROW = 16, 22
 """The height of a box, and of a row with the gap below it."""
 COLUMNS = 365
 """The steps of the curves of memory."""
-MOST_RANKS = 8
-"""The ranks whose slices are drawn."""
 
 LIGHT = {"page": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "on-color": "#ffffff", "track": "#eef1f4", "grid": "#d1d9e0"}
 DARK = {"page": "#0d1117", "ink": "#e6edf3", "muted": "#9198a1", "on-color": "#ffffff", "track": "#1c2128", "grid": "#3d444d"}
@@ -69,7 +63,7 @@ def _group(boxes: Iterable[str], attributes: str) -> str:
 
 def _line(x: float, y: float, x2: float, y2: float, *, is_mark: bool = False) -> str:
     """Return a line of the grid, or a dashed mark."""
-    role, dash = ("hatch", ' stroke-dasharray="3 3"') if is_mark else ("grid", "")
+    role, dash = ("mark", ' stroke-dasharray="3 3"') if is_mark else ("grid", "")
     color = LIGHT["muted" if is_mark else "grid"]
     return f'<path d="M{x:.1f} {y:.1f}L{x2:.1f} {y2:.1f}" class="{role}" stroke="{color}"{dash} fill="none"/>'
 
@@ -77,14 +71,12 @@ def _line(x: float, y: float, x2: float, y2: float, *, is_mark: bool = False) ->
 def _document(height: float, title: str, body: Iterable[str]) -> str:
     dark = "".join(f".{role}{{{'stroke' if role == 'grid' else 'fill'}:{color}}}" for role, color in DARK.items())
     width, fonts = LEFT + WIDTH + RIGHT, "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
-    dark += f".hatch{{stroke:{DARK['muted']}}}.cut{{stroke:{DARK['page']}}}"
+    dark += f".mark{{stroke:{DARK['muted']}}}.cut{{stroke:{DARK['page']}}}"
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" width="{width}" '
         f'font-family="{fonts}" role="img">',
         f"<title>{escape(title)}</title>",
         f"<style>@media (prefers-color-scheme: dark){{{dark}}}</style>",
-        '<defs><pattern id="padding" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        f'<path d="M1.5 0v5" class="hatch" stroke="{LIGHT["muted"]}" stroke-width="1.6"/></pattern></defs>',
         f'<rect width="{width}" height="{height:g}" rx="8" class="page" fill="{LIGHT["page"]}"/>',
     ]
     return "\n".join([*head, *body, "</svg>\n"])
@@ -103,11 +95,6 @@ class _Panel(NamedTuple):
 
     def x(self, value: float) -> float:
         return LEFT + WIDTH * value / (self.total or 1)
-
-
-def _has_room(text: str, width: float, size: float = 11) -> bool:
-    """Return whether a text fits into a width: a character takes 0.6 of its size on average."""
-    return len(text) * size * 0.6 + 4 <= width
 
 
 def _round_up(size: float) -> float:
@@ -201,7 +188,7 @@ def _draw_runs(panel: _Panel, moments: Sequence[Moment]) -> Iterable[str]:
             label = name if is_phase else name.removeprefix(prefix) or "root"
             if is_phase:
                 yield _box(start, panel.top, end - 1, fill=COMPUTE)
-                if _has_room(label, width):
+                if len(label) * 6.6 + 4 <= width:  # a character takes 0.6 of its size on average
                     yield _text(middle, panel.top + 12, label, ink="on-color", anchor="middle")
                 elif i == begins[-1]:
                     yield _text(end + 6, panel.top + 12, label)
@@ -243,57 +230,12 @@ def _draw_streams(panel: _Panel, timeline: Timeline) -> Iterable[str]:
         yield _text(x, panel.bottom + 17, format_seconds(i * tick, digits=3), ink="muted", anchor="middle")
 
 
-# --- The slices of parameters on the ranks: units to scale, padding hatched ---
-
-
-def _count_per_slice(unit: Unit, spec: PartitionSpec) -> Tensor:
-    """Return the number of elements of parameters in each slice of a unit."""
-    bounds, start = torch.arange(spec.size(unit) + 1) * spec.shard_numel(unit), 0
-    below = torch.zeros_like(bounds)  # elements of parameters before each bound
-    for size, param in unit.parts:
-        if param is not None:
-            below += (bounds - start).clamp(0, size)
-        start += size
-    return below.diff()
-
-
-def _draw_ranks(panel: _Panel, spec: PartitionSpec, ranks: int, padding: int) -> Iterable[str]:
-    """Yield a row with the slices of each of the first ranks; a row equal to an earlier one is a copy of it."""
-    right, prefix, drawn = LEFT + WIDTH + RIGHT - EDGE, find_prefix(spec.by_key), dict[tuple[int, ...], int]()
-    counts = [_count_per_slice(unit, spec) for unit in spec]
-    yield _text(LEFT, panel.top - 12, "Parameters on the ranks, unit by unit", size=12, weight="bold")
-    yield _text(right, panel.top - 12, "elements", ink="muted", anchor="end")
-    for rank in range(min(ranks, MOST_RANKS)):
-        y, numels = panel.top + ROW * rank, tuple(int(some[rank % len(some)]) for some in counts)
-        yield _text(LEFT - 8, y + 12, f"rank {rank}" if ranks > 1 else "each rank", ink="muted", anchor="end")
-        yield _text(right, y + 12, f"{sum(numels):,}", anchor="end")
-        if (first := drawn.setdefault(numels, rank)) < rank:
-            yield f'<use href="#rank{first}" y="{ROW * (rank - first)}"/>'
-            continue
-        start, slices, gaps, labels = 0, list[str](), list[str](), list[str]()
-        for unit, numel in zip(spec, numels, strict=True):
-            length, label = spec.shard_numel(unit), unit.key.removeprefix(prefix) or "root"
-            x, middle, end = (panel.x(start + part) for part in (0, numel, length))
-            title = f"{unit.key or 'the root'}: {numel:,} of {length:,} elements"
-            slices += [_box(x, y, middle, title=title)] if numel else []
-            gaps += [_box(middle, y, end, title=title)] if numel < length else []
-            if _has_room(label, middle - x, 10):
-                labels.append(_text((x + middle) / 2, y + 12, label, ink="on-color", size=10, anchor="middle"))
-            start += length
-        groups = _group(slices, f'fill="{CATEGORY_COLORS["parameters"]}" {EDGES}'), _group(gaps, 'fill="url(#padding)"')
-        yield _group([*groups, *labels], f'id="rank{rank}"')
-    note = f"hatched: padding, {padding:,} elements" if padding else "no padding"
-    more = f"and {ranks - MOST_RANKS:,} more ranks; " if ranks > MOST_RANKS else ""
-    yield _text(LEFT, panel.bottom, more + note, ink="muted")
-
-
-def draw_plan(timeline: Timeline, spec: PartitionSpec, units: Mapping[str, UnitBytes], notes: Sequence[str]) -> str:
-    """Return the text of an SVG file: memory by category, units and streams over time, ranks with their slices."""
-    moments, ranks = [*_iter_moments(timeline)], max((unit.slices for unit in units.values()), default=1)
+def draw_plan(timeline: Timeline, spec: PartitionSpec, notes: Sequence[str]) -> str:
+    """Return the text of an SVG file: memory by category, units and streams over time."""
+    moments = [*_iter_moments(timeline)]
     memory = _Panel(92, 210, timeline.seconds)
     runs = memory._replace(top=memory.bottom + 8, height=44)
     streams = runs._replace(top=runs.bottom + 4, height=ROW * len(_find_spans(timeline)))
-    slices = _Panel(streams.bottom + 64, ROW * min(ranks, MOST_RANKS) + 14, sum(spec.shard_numel(unit) for unit in spec))
     peak = max(sum(held.values()) for held in timeline.peaks.values())
     title = f"A training step of one rank: {format_bytes(peak)} at the peak, {format_seconds(timeline.seconds)}"
     sizes, numel = " x ".join(f"{name}={size:,}" for name, size in spec.bound_mesh.sizes), sum(unit.numel for unit in spec)
@@ -306,6 +248,5 @@ def draw_plan(timeline: Timeline, spec: PartitionSpec, units: Mapping[str, UnitB
         *_draw_memory(memory, moments, int(timeline.hardware.memory)),
         *_draw_runs(runs, [moment for moment in moments if moment.event.stream == "compute"]),
         *_draw_streams(streams, timeline),
-        *_draw_ranks(slices, spec, ranks, sum(unit.padding for unit in units.values())),
     ]
-    return _document(slices.bottom + EDGE, title, body)
+    return _document(streams.bottom + 17 + EDGE, title, body)

@@ -138,10 +138,10 @@ class Plan(Timeline):
         return Comparison({name: plan(spec, hardware=self.hardware, **self._step) for name, spec in bound.items()})
 
     def to_svg(self) -> str:
-        """Return a picture as the text of an SVG file: memory over the step, units on the ranks, and streams over time."""
+        """Return a picture as the text of an SVG file: memory, units and streams over the step."""
         notes = [f"{self.tokens:,} tokens on a rank" if self.tokens else "without computation, which needs a batch"]
         notes += [] if self.has_activations else ["without activations, which need step="]
-        return draw_plan(self, self.spec, self.units, notes)
+        return draw_plan(self, self.spec, notes)
 
     def __str__(self) -> str:
         shown = CATEGORIES if self.has_activations else CATEGORIES[:-1]
