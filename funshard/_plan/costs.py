@@ -1,10 +1,10 @@
-"""The costs of a step on some hardware: the bytes at rest and those that events hold, what is sent, and the times."""
+"""The events of a step, the hardware that they run on, and the bytes at rest."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -29,20 +29,21 @@ CATEGORIES: tuple[Category, ...] = ("parameters", "optimizer", "gathered", "grad
 Held = dict[Category, int]
 
 
-class Collective(NamedTuple):
-    """One collective of a rank along one mesh axis."""
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank sends along one mesh axis by collectives of one kind: by that of an event, or by all of a step."""
 
-    op: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"
     axis: str
-    ranks: int
+    op: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"
+    count: int
     input_bytes: int
     output_bytes: int
+    sent_bytes: int  # by this rank over the axis, by a ring, which receives as many
+    seconds: float = 0.0  # of the step's, hidden behind computation or not
 
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes that this rank sends, and receives, by a ring: an all-reduce does so twice."""
-        whole = max(self.input_bytes, self.output_bytes)
-        return whole * (self.ranks - 1) // self.ranks * (2 if self.op == "all_reduce" else 1)
+    def __add__(self, other: Traffic) -> Traffic:
+        sums: Any = (a + b for a, b in zip(astuple(self)[2:], astuple(other)[2:], strict=True))
+        return Traffic(self.axis, self.op, *sums)
 
 
 class Event(NamedTuple):
@@ -52,7 +53,7 @@ class Event(NamedTuple):
     phase: Phase
     unit: str
     memory: Mapping[Category, int]  # the bytes that it allocates, or frees where negative
-    collective: Collective | None = None
+    collective: Traffic | None = None
     flops: int = 0
     moved_bytes: int = 0  # that it reads and writes: in device memory for an update, between host and device for a copy
     after: tuple[int, ...] = ()  # the indices of the collectives and copies that must end before it starts
@@ -121,56 +122,6 @@ class Hardware:
             return self.latency + sent.sent_bytes / rate
         rate = self.host_bandwidth if event.kind == "copy" else self.memory_bandwidth
         return event.flops / self.flops + event.moved_bytes / rate
-
-
-# --- The fold of a step's events ---
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The collectives of one kind that a rank takes part in along one mesh axis in a step."""
-
-    axis: str
-    op: str
-    count: int = 0
-    input_bytes: int = 0
-    output_bytes: int = 0
-    sent_bytes: int = 0  # by this rank over the axis
-    seconds: float = 0.0  # hidden behind computation or not
-
-
-class Timeline:
-    """A step's events on three streams: the device computes, its network sends, and its host link copies.
-
-    Memory follows the order of the program. A collective starts when the one before it and the computation that was started
-    before it have ended, as NCCL's do; a computation starts when those that it is `Event.after` have ended.
-    """
-
-    def __init__(self, events: Sequence[Event], at_rest: Mapping[Category, int], hardware: Hardware) -> None:
-        self.events, self.hardware = events, hardware
-        self.held: list[Held] = []  # the bytes by category that are held after each event
-        self.peaks: dict[Phase, Held] = {}  # those at the moment of each phase at which the most are held
-        self.spans: list[tuple[float, float]] = []  # when each event starts and ends, in seconds from the start of the step
-        held: Held = {**dict.fromkeys(CATEGORIES, 0), **at_rest}
-        sums: dict[tuple[str, str], Traffic] = {}
-        free, busy = {"compute": 0.0, "network": 0.0, "host": 0.0}, 0.0
-        for event in events:
-            held = {category: size + event.memory.get(category, 0) for category, size in held.items()}
-            self.held.append(held)
-            if event.phase not in self.peaks or sum(held.values()) > sum(self.peaks[event.phase].values()):
-                self.peaks[event.phase] = held
-            seconds = hardware.seconds(event)
-            start = max([free[event.stream], free["compute"], *(self.spans[i][1] for i in event.after)])
-            free[event.stream] = start + seconds
-            self.spans.append((start, start + seconds))
-            if one := event.collective:
-                old = sums.get((one.axis, one.op)) or Traffic(one.axis, one.op)
-                sizes = old.input_bytes + one.input_bytes, old.output_bytes + one.output_bytes, old.sent_bytes + one.sent_bytes
-                sums[one.axis, one.op] = Traffic(one.axis, one.op, old.count + 1, *sizes, old.seconds + seconds)
-            busy += seconds if event.stream == "compute" else 0.0
-        self.traffic = (*sums.values(),)  # the bytes that a step sends, one for each mesh axis and kind of collective
-        self.seconds = max((end for _, end in self.spans), default=0.0)  # the time of the step
-        self.exposed_seconds = self.seconds - busy  # in which the device waits for collectives and copies
 
 
 # --- What a rank holds between steps ---

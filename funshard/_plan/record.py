@@ -23,7 +23,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._core.unit import Unit
 from .._wire.host import HOST
-from .costs import Category, Collective, Event, EventKind, Init, Phase, UnitBytes, is_on_host, make_shard, map_p
+from .costs import Category, Event, EventKind, Init, Phase, Traffic, UnitBytes, is_on_host, make_shard, map_p
 
 # --- Values for indices that a model computes from its data, such as each token's experts, where tensors have shapes alone ---
 
@@ -207,8 +207,9 @@ class StepRecorder(_torch.DispatchMode):
         after, source.copy = () if source.copy is None else (source.copy,), None
         if op == "all_gather" and source.unit is not None:
             target.unit = source.unit
-        one = Collective(op, axis, ranks, sent.nbytes, out.nbytes)
-        target.collective = self.add(kind, memory, collective=one, after=after)
+        by_ring = max(sent.nbytes, out.nbytes) * (ranks - 1) // ranks * (2 if op == "all_reduce" else 1)
+        traffic = Traffic(axis, op, 1, sent.nbytes, out.nbytes, by_ring)
+        target.collective = self.add(kind, memory, collective=traffic, after=after)
         if not _torch.is_fake(out):
             with _torch.real_tensors():
                 values = torch.cat([sent] * ranks) if op == "all_gather" else sent * ranks if op == "all_reduce" else sent
@@ -247,18 +248,18 @@ def _record(
         return events
 
 
-def has_parameter(step: Callable[..., Any], name: str) -> bool:
-    """Return whether a step has a parameter of this name."""
-    return name in inspect.signature(step).parameters
-
-
 def record_step(step: Callable[..., Any], spec: PartitionSpec, batch: Any, init: Init | None) -> tuple[list[Event], int]:
-    """Return the events of ``step(params, state, batch)``, run on fake tensors, and the bytes of its batch.
+    """Return the events of ``step(params, state, batch, spec=spec)``, run on fake tensors, and the bytes of its batch.
 
     Raises:
         RuntimeError: If this process has a process group, or the step sends nothing although its spec has several ranks.
         NotImplementedError: Naming the unit, for offloading where the device is the host.
     """
+    parameters = inspect.signature(step).parameters.values()
+    if not any(p.name == "spec" or p.kind is p.VAR_KEYWORD for p in parameters):
+        raise TypeError(
+            "plan: step: expected step(params, state, batch, *, spec), which gives spec to functional_call, got no spec"
+        )
     sizes = dict(spec.bound_mesh.sizes)
     tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     device = next((x.device for x in tensors if not x.is_meta), HOST)
@@ -273,14 +274,13 @@ def record_step(step: Callable[..., Any], spec: PartitionSpec, batch: Any, init:
         fake_batch = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), batch)
         recorder.hold((state, fake_batch))
         with recorder:
-            return step(params, state, fake_batch, **({"spec": bound} if has_parameter(step, "spec") else {}))
+            return step(params, state, fake_batch, spec=bound)
 
     with _torch.fake_world(math.prod(sizes.values())):
         events = _record(spec, device, run, has_layers=True)
     if any(axis > 1 for axis in sizes.values()) and not any(event.collective for event in events):
         raise RuntimeError(
-            f"plan: the step sends nothing, and its mesh has axes {sizes}: expected a step that takes spec= and gives it to "
-            "functional_call, or one whose spec is bound to no mesh"
+            f"plan: the step sends nothing, and its mesh has axes {sizes}: expected functional_call by the spec= that it gets"
         )
     return events, sum(x.nbytes for x in tensors)
 

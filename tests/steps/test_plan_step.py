@@ -28,8 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import funshard as fs
-from funshard._plan.picture import CATEGORY_COLORS
-from funshard._plan.plan import main
+from funshard._plan.plan import CATEGORY_COLORS, main
 
 P = fs.P
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -324,17 +323,11 @@ def test_compare() -> None:
 
 
 def test_a_step_without_spec() -> None:
-    """A step whose spec is bound to no mesh runs on the planned ranks, and not with another spec."""
-    model = nn.Linear(8, 8)
-    unbound = fs.policies.whole()(model)
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        return fs.grad(lambda p: fs.functional_call(model, p, (batch,), spec=unbound).sum())(params)
-
-    plan = fs.plan(unbound.on(ONE_STEP), batch=torch.ones(2, 8), step=step, optimizer=None)
-    assert {one.op: one.count for one in plan.traffic} == {"all_gather": 1, "reduce_scatter": 1}
-    refused(ValueError, "would run with the same spec", lambda: plan.compare({"keep": P("shard", reshard=False)}))
-    refused(TypeError, "expected a PartitionSpec", lambda: plan.compare({"3": 3}))
+    """It would run on the ranks that its own spec knows, and all choices alike."""
+    spec = fs.policies.whole()(nn.Linear(8, 8)).on(ONE_STEP)
+    with pytest.raises(TypeError, match=r"plan: step: expected step\(params, state, batch, \*, spec\), .* got no spec"):
+        fs.plan(spec, batch=torch.ones(2, 8), step=lambda params, state, batch: params)
+    refused(TypeError, "expected a PartitionSpec", lambda: fs.plan(spec).compare({"3": 3}))
 
 
 # --- python -m funshard plan, and the picture of a plan ---
@@ -606,7 +599,7 @@ def test_phases_and_units() -> None:
     assert type(torch.empty(1)) is torch.Tensor
 
 
-def fail(*_: object) -> None:
+def fail(*_: object, spec: object) -> None:
     raise KeyError("mine")
 
 
@@ -614,12 +607,12 @@ def test_steps_that_are_refused_leave_nothing_behind() -> None:
     """One that fails, one that sends nothing from its one rank, and units on the host without an accelerator."""
     for p, error, words, step in (
         (P("shard"), KeyError, "mine", fail),
-        (P("shard"), RuntimeError, "sends nothing", lambda params, state, batch: batch.sum()),
+        (P("shard"), RuntimeError, "sends nothing", lambda params, state, batch, spec: batch.sum()),
         (
             P("shard", offload="params"),
             NotImplementedError,
             "where the device is the host",
-            lambda params, state, batch: params,
+            lambda params, state, batch, spec: params,
         ),
     ):
         spec = fs.policies.whole(p)(nn.Linear(4, 4)).on(ONE_STEP)
