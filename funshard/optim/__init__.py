@@ -7,9 +7,8 @@ from ._checks import Optimizer
 from ._compose import accumulate_steps, apply_if_finite, chain, clip_gradients, ema, schedule_lr
 from ._from_torch import from_torch
 from ._matrices import matrices
-from ._matrix_rules import adafactor, muon, orthogonal, shampoo, soap
+from ._matrix_rules import adafactor, hidden, muon, orthogonal, shampoo, soap
 from ._norms import axpy, clip_by_global_norm, global_norm, norms, vdot
-from ._owners import hidden
 from ._quantized import decode_state, encode_state, quantized_state
 from ._rules import adagrad, adam, adamw, lion, rmsprop, sgd
 from ._schedules import cosine, join, linear, schedule, warmup

@@ -19,8 +19,7 @@ from .._torch.tracing import phase
 from . import _checks
 from ._checks import Optimizer, ParamOptions, StepRate, Tensors
 from ._from_torch import from_torch
-from ._matrices import Chunk, Matrices, MatrixBatch, chunk_slice, matrices
-from ._owners import Matrix
+from ._matrices import Chunk, Matrices, Matrix, MatrixBatch, chunk_slice, matrices
 from ._rules import adamw
 
 MatrixOptions = Mapping[str, Any]

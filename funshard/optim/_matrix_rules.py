@@ -1,4 +1,4 @@
-"""Optimizers of whole matrices: Muon, Shampoo, SOAP and Adafactor."""
+"""Optimizers of whole matrices: Muon, with its choice of hidden ones, Shampoo, SOAP and Adafactor."""
 
 from __future__ import annotations
 
@@ -8,18 +8,60 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _torch
 from .._core.spec import PartitionSpec
+from .._core.tree import Param
 from .._slices.values import is_inexact, upcast
 from ._by_matrix import Fallback, MatrixOptions, MatrixRule, Payload, Slots, make_optimizer, rule_from_update
 from ._checks import Optimizer, ParamOptions, Tensors, check_nonnegative
-from ._matrices import Matrices, matrices
+from ._matrices import Matrices, Select, matrices
 
 RELATIVE_EPS = 1e-6
 """Shampoo adds this times the largest eigenvalue to each."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def hidden(model: nn.Module, *heads: str) -> Select:
+    """Return a ``select`` for the hidden matrices of a model: neither embeddings nor heads.
+
+    It selects parameters with two dimensions. It leaves out parameters of ``nn.Embedding`` and ``nn.EmbeddingBag`` under any of
+    their names (a tied head), of ``model.get_output_embeddings()`` (transformers), and of the modules in ``heads``. Add stacked
+    experts or convolutions yourself::
+
+        is_hidden = hidden(model, "score")
+        matrices(spec, select=lambda name, param: len(param.shape) == 3 or is_hidden(name, param))
+
+    Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
+
+    Args:
+        model: The model, of which only names and module types are read.
+        *heads: Paths of modules to leave out.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
+        >>> chosen = fs.optim.matrices(fs.policies.whole()(model), select=fs.optim.hidden(model, "2"))
+        >>> [matrix.name for matrix in chosen.chosen]
+        ['1.weight']
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    left_out = {path for path, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    for head in heads:
+        if head not in paths.values():
+            raise ValueError(f"hidden: '{head}' is no module of the model: expected paths such as {[*paths.values()][1:5]}")
+        left_out.add(head)
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if id(output) in paths:
+        left_out.add(paths[id(output)])
+
+    def select(name: str, param: Param) -> bool:
+        inside = {path.rpartition(".")[0] for path in param.names}
+        within = any(path == out or path.startswith(f"{out}.") for path in inside for out in left_out)
+        return len(param.shape) == 2 and not within
+
+    return select
 
 
 def muon(

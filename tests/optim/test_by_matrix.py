@@ -25,8 +25,7 @@ from funshard import P
 from funshard._core.tree import Param
 from funshard._slices.pieces import Piece, slice_pieces
 from funshard.collectives import ProcessAxis
-from funshard.optim._matrices import ExchangePlan, plan_exchange
-from funshard.optim._owners import Matrix, assign_owners
+from funshard.optim._matrices import ExchangePlan, Matrix, assign_owners, plan_exchange
 from funshard.testing import spmd
 
 STEPS = 10
