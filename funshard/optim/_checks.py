@@ -195,11 +195,41 @@ def scale_lr(lr: float | Tensor, own: Any, default: Any, who: str = "") -> Any:
 
 
 class OptionRanges(NamedTuple):
-    """The ranges of a shard whose parameters have the same options. Without ranges it is one piece, of any shape."""
+    """The ranges of a shard whose parameters have the same options: by default one, all of it, of any shape."""
 
     numel: int | None = None
-    ranges: tuple[tuple[int, slice], ...] = ()  # ``(group, range)``: the same groups on every rank, perhaps empty ranges
-    groups: tuple[int, ...] = (0,)
+    ranges: tuple[tuple[int, Any], ...] = ((0, ...),)  # ``(group, slice)``: the same groups on every rank, perhaps empty ones
+
+    @property
+    def groups(self) -> set[int]:
+        """The groups of options that parameters of the unit have."""
+        return {group for group, _ in self.ranges}
+
+    def split(self, tensor: Tensor) -> list[tuple[int, Tensor]]:
+        """Return ``(group, view)`` for every range."""
+        return [(group, tensor[at]) for group, at in self.ranges]
+
+    def join(self, old: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Return a shard of these parts, and of ``old`` outside of the ranges. Differentiable."""
+        if self.ranges[0][1] is ...:
+            return parts[0]
+        filled = ((at.start, at.stop, part) for (_, at), part in zip(self.ranges, parts, strict=True) if at.stop > at.start)
+        return join_parts(old, filled)
+
+
+def join_parts(old: Tensor, parts: Iterable[tuple[int, int, Tensor]]) -> Tensor:
+    """Return ``old`` with other elements in these ranges, ``(begin, end, part)``. Differentiable."""
+    tensors: list[Tensor] = []
+    after = 0
+    for begin, end, part in parts:
+        tensors += [old[after:begin], part]
+        after = end
+    return concat_flat([*tensors, old[after:]])
+
+
+def concat_flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate 1-D tensors through 2-D: torch.cat drops empty 1-D ones, and with them their vmap level, which is sent."""
+    return torch.cat([x[:, None] for x in tensors])[:, 0]
 
 
 Check = Callable[[str, Mapping[str, Any]], None]
@@ -244,35 +274,15 @@ def option_ranges(
         ranges: list[tuple[int, slice]] = []
         for name, begin, end in param_ranges(unit, spec):
             group = group_of_param[name]
-            out[name] = OptionRanges(end - begin, ((group, slice(0, end - begin)),), (group,))
+            out[name] = OptionRanges(end - begin, ((group, ...),))
             if ranges and ranges[-1][0] == group and end > begin:  # neighbours with the same options: fewer kernels
                 ranges[-1] = group, slice(ranges[-1][1].start, end)
             elif end > begin:
                 ranges.append((group, slice(begin, end)))
-        of_unit = tuple(dict.fromkeys(group_of_param[param.name] for param in unit.params))
+        of_unit = dict.fromkeys(group_of_param[param.name] for param in unit.params)
         absent = [(group, slice(0, 0)) for group in of_unit if group not in dict(ranges)]
-        out[unit.key] = OptionRanges(spec.shard_numel(unit), (*ranges, *absent), of_unit)
+        out[unit.key] = OptionRanges(spec.shard_numel(unit), (*ranges, *absent))
     return groups or [{}], out
-
-
-def split_by_options(tensor: Tensor, ranges: OptionRanges) -> list[tuple[int, Tensor]]:
-    """Return ``(group, view)`` for every range, or for the whole tensor if it has none."""
-    if not ranges.ranges:
-        return [(ranges.groups[0], tensor.view_as(tensor))]
-    return [(group, tensor[at]) for group, at in ranges.ranges]
-
-
-def join_ranges(old: Tensor, ranges: OptionRanges, parts: Sequence[Tensor]) -> Tensor:
-    """Return a shard of these parts, and of ``old`` outside of the ranges. Differentiable."""
-    if not ranges.ranges:
-        return parts[0]
-    tensors: list[Tensor] = []
-    end = 0
-    for (_, at), part in zip(ranges.ranges, parts, strict=True):
-        if at.stop > at.start:
-            tensors += [old[end : at.start], part]
-            end = at.stop
-    return torch.cat([*tensors, old[end:]])
 
 
 def find_updated(ranges: Mapping[str, OptionRanges] | None, params: Tensors) -> dict[str, OptionRanges]:

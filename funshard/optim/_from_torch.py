@@ -145,9 +145,9 @@ def from_torch(
                 group.update({name: False for name in ("foreach", "fused") if name in group})
         states: dict[Tensor, dict[str, Tensor]] = {}
         for key, unit_ranges in updated.items():
-            grad_parts = _checks.split_by_options(make_writable(grads[key], key), unit_ranges)
-            parts = zip(_checks.split_by_options(new_params[key].detach(), unit_ranges), grad_parts, strict=True)
-            slices = {n: _checks.split_by_options(x, unit_ranges) for n, x in new_state[key].items() if n not in numbers}
+            grad_parts = unit_ranges.split(make_writable(grads[key], key))
+            parts = zip(unit_ranges.split(new_params[key].detach()), grad_parts, strict=True)
+            slices = {n: unit_ranges.split(x) for n, x in new_state[key].items() if n not in numbers}
             for at, ((group, piece), (_, piece.grad)) in enumerate(parts):
                 optimizer.param_groups[group]["params"].append(piece)
                 own = {n: x.clone() if at else x for n, x in new_state[key].items() if n in numbers}  # each range counts up one

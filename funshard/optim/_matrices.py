@@ -35,7 +35,7 @@ from .._spec.table import format_rows
 from .._wire.flow import join_pieces, reduce_along, split_pieces
 from .._wire.host import compute_device, is_host_resident
 from ..collectives._functions import gather_slices, vary
-from ._checks import Tensors, check_tensors
+from ._checks import Tensors, check_tensors, concat_flat, join_parts
 
 # --- Which parameters are matrices ---
 
@@ -226,13 +226,8 @@ def chunk_slice(numel: int, chunk: Chunk) -> slice:
     return slice(numel * number // count, numel * (number + 1) // count)
 
 
-def _concat_flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate 1-D tensors through 2-D: torch.cat drops empty 1-D ones, and with them their vmap level, which is sent."""
-    return torch.cat([x[:, None] for x in tensors])[:, 0]
-
-
 def _split_flat(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Split a flat tensor into pieces of these sizes. Through 2-D, so that derivatives go the way of `_concat_flat`."""
+    """Split a flat tensor into pieces of these sizes. Through 2-D, so that derivatives go the way of `concat_flat`."""
     return [x[:, 0] for x in flat[:, None].split_with_sizes(list(sizes))]
 
 
@@ -403,7 +398,7 @@ class MatrixBatch(NamedTuple):
     def _start(self, tensors: Sequence[Tensor], plan: ExchangePlan, inverse: ExchangePlan) -> Callable[[], list[Tensor]]:
         if _torch.is_eager() and not _torch.any_tracked(tensors):
             return start_plan(tensors, plan)
-        arrived = _split_flat(_exchange(_concat_flat(tensors), plan, inverse), plan.end)
+        arrived = _split_flat(_exchange(concat_flat(tensors), plan, inverse), plan.end)
         return lambda: arrived
 
     def _gather_simulated(self, piece: Tensor, matrix: Matrix) -> Tensor:
@@ -496,13 +491,10 @@ class Matrices:
                 is_own = [param is not None and param.name == name for _, param in unit.parts]
                 out = torch.where(scatter_values(is_own, False, unit, self.spec, others.device), part, out)
             return out
-        tensors: list[Tensor] = []
-        end = 0
-        for name, low, high in param_ranges(unit, self.spec):
-            if name in parts:  # an empty one as well: derivatives of what it was made of are sent back by all ranks or none
-                tensors += [others[end:low], parts[name]]
-                end = high
-        return _concat_flat([*tensors, others[end:]])
+        # empty ones as well: derivatives of what they were made of are sent back by all ranks or none
+        return join_parts(
+            others, ((low, high, parts[name]) for name, low, high in param_ranges(unit, self.spec) if name in parts)
+        )
 
     def _check_slices(self, tree: Mapping[str, Tensor]) -> None:
         """Raise ValueError or TypeError, naming the unit, unless these are slices of the spec that can be sent together."""

@@ -55,7 +55,7 @@ def _make_optimizer(
         if _torch.is_in_dynamo() and isinstance(lr, float):
             lr = torch.ones((), dtype=torch.float64) * lr  # a value of the graph, and no constant
         # in one piece, with the padding, where all options are the same
-        updated = {key: x if len(x.groups) > 1 else x._replace(ranges=()) for key, x in found.items()}
+        updated = {key: x if len(x.groups) > 1 else x._replace(ranges=((*x.groups, ...),)) for key, x in found.items()}
         if spec is None and not _torch.is_in_dynamo():
             rate = lr if lr is not None else learning_rate
             ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -76,15 +76,15 @@ def _make_optimizer(
             rate = share(rate, () if unit is None else unit.distinct_axes)
             count = values["step"] + 1 if counts else torch.ones(())
             olds = {"": params[key], **{slot: values[slot] for slot in slots}}
-            cuts = {slot: _checks.split_by_options(x, unit_ranges) for slot, x in olds.items()}
+            cuts = {slot: unit_ranges.split(x) for slot, x in olds.items()}
             parts: dict[str, list[Tensor]] = {slot: [] for slot in olds}
-            for i, (group, grad_part) in enumerate(_checks.split_by_options(grad, unit_ranges)):
+            for i, (group, grad_part) in enumerate(unit_ranges.split(grad)):
                 given, own = dict(groups[group]), {slot: cut[i][1] for slot, cut in cuts.items()}
                 part_rate = _checks.scale_lr(rate, given.pop("lr"), learning_rate) if "lr" in given else rate
                 new, after = rule(grad_part, own.pop(""), own, count.double(), part_rate, **{**hyper, **given})
                 for slot, x in {"": new, **after}.items():
                     parts[slot].append(x.to(olds[slot].dtype))
-            made = {slot: _checks.join_ranges(old, unit_ranges, parts[slot]) for slot, old in olds.items()}
+            made = {slot: unit_ranges.join(old, parts[slot]) for slot, old in olds.items()}
             made |= {} if mask is None else {slot: torch.where(mask, old, made[slot]) for slot, old in olds.items()}
             new_params[key] = made.pop("")
             new_state[key] |= made | ({"step": count} if counts else {})
