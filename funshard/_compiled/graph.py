@@ -106,26 +106,12 @@ _ASSEMBLY_OPS = ("aten.cat", "aten.sum", "aten.zeros", "aten.new_zeros", "aten.f
 class GatherNodes:
     """The nodes of one gather, in order: its inputs, producers of the buffer, its views and casts, and their users."""
 
+    unit_key: object
     wait: Node
     sources: list[Node]
     producers: list[Node]
     views: list[Node]
     users: list[Node]
-
-    @property
-    def start(self) -> Node:
-        """The node that starts the collective."""
-        return self.wait.all_input_nodes[0]
-
-    @property
-    def unit_key(self) -> object:
-        """The key of the unit."""
-        return get_annotation(self.wait, UNIT_KEY)
-
-    @property
-    def needs_reshard(self) -> bool:
-        """Whether the buffer is freed between its uses."""
-        return bool(get_annotation(self.wait, _RESHARD_KEY))
 
 
 def find_gathers(graph: Graph) -> list[GatherNodes]:
@@ -133,7 +119,7 @@ def find_gathers(graph: Graph) -> list[GatherNodes]:
     position = {node: i for i, node in enumerate(graph.nodes)}
     found: list[GatherNodes] = []
     for node in graph.nodes:
-        if not _is_gathered(node) or get_annotation(node, UNIT_KEY) is None:
+        if not _is_gathered(node) or (unit_key := get_annotation(node, UNIT_KEY)) is None:
             continue
         views = _find_views(node)
         users = {user for view in (node, *views) for user in view.users} - set(views)
@@ -141,7 +127,7 @@ def find_gathers(graph: Graph) -> list[GatherNodes]:
             producers = reachable_nodes([node], lambda n: filter(_is_moved, n.all_input_nodes))
             sources = {n for producer in producers for n in producer.all_input_nodes} - set(producers)
             nodes = (sources, producers, views, users)
-            found.append(GatherNodes(node, *(sorted(some, key=position.__getitem__) for some in nodes)))
+            found.append(GatherNodes(unit_key, node, *(sorted(some, key=position.__getitem__) for some in nodes)))
     return found
 
 
@@ -226,7 +212,7 @@ def _gather_again_in_backward(graph: Graph) -> None:
     places: dict[object, list[int]] = {}
     for unit in gathers:
         places.setdefault(unit.unit_key, []).extend(position[user] for user in unit.users)
-    for unit in filter(lambda unit: unit.needs_reshard, gathers):
+    for unit in (unit for unit in gathers if get_annotation(unit.wait, _RESHARD_KEY)):  # its buffer is freed between uses
         others = [some for key, some in places.items() if key != unit.unit_key]
         users = [user for user in unit.users if user.op != "output" and not is_mutating(user)]
         copy: Callable[[Node], Node] | None = None
@@ -335,7 +321,7 @@ class _NodeOrder:
         for unit in self.gathers[turn] if turn < len(self.gathers) else ():
             missing = next((node for node in unit.sources if node not in self.placed and node.op == "call_function"), None)
             if missing is None:
-                self.place(unit.start)
+                self.place(unit.wait.all_input_nodes[0])
             else:
                 self.waiting_turns.setdefault(missing, []).append(turn)
 

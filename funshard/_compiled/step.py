@@ -54,14 +54,12 @@ def compile(
             **after the call the donated tensors hold the new values**. The i-th donated argument takes the first free result
             (an element of a returned tuple, or the one result) of its tree, shapes and dtypes. Clone other results that are
             views of donated tensors.
-        prefetch: The number of gathers to start ahead of their use, as in `functional_call`.
-        in_flight: The number of reductions to wait for late, as in `functional_call`.
+        prefetch, in_flight: The numbers of gathers to start ahead of their use, and of reductions to wait for late, as in
+            `functional_call`.
         backend: "inductor", "aot_eager" (runs the graph without a compiler, for tests), or a function of an FX graph of ATen
             operators and its inputs that returns a callable.
-        mode: As in torch.compile.
-        options: Inductor's options.
-        fullgraph: Whether a graph break is an error.
-        **others: Other options of torch.compile.
+        mode, options, fullgraph, **others: As in torch.compile: ``options`` are inductor's, and by default a graph break is an
+            error.
 
     Returns:
         A function with the arguments and results of ``step``.
@@ -89,7 +87,8 @@ def compile(
         return cast("Step", lambda *args, **kwargs: _run_inside(step, donated_indices, *args, **kwargs))
     if mode or options:
         check_names("compile", "inductor", mode, options or {})
-    compiler = _Backend(backend, prefetch, in_flight, {**(_torch.inductor_modes()[mode] if mode else {}), **(options or {})})
+    inductor_options = {**(_torch.inductor_modes()[mode] if mode else {}), **(options or {})}
+    compiler = _make_backend(backend, prefetch, in_flight, inductor_options)
 
     def run(world: str, /, *args: Any, **kwargs: Any) -> tuple[Any, str]:
         if world < "":  # never; but Dynamo guards a string that is read, and traces again in another world: calls check theirs
@@ -188,17 +187,14 @@ def _can_write_into(old: Any, new: Any) -> bool:
     return isinstance(new, Tensor) and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
 
 
-class _Backend:
-    """The backend of torch.compile: a callable that compiles one of Dynamo's graphs."""
+def _make_backend(compiler: str | Compiler, prefetch: int, in_flight: int, options: dict[str, Any]) -> Compiler:
+    """Return the backend of torch.compile, which compiles one of Dynamo's graphs."""
+    if isinstance(compiler, str) and compiler not in ("inductor", "aot_eager"):
+        raise ValueError(f"compile: backend: expected 'inductor', 'aot_eager' or a function, got {compiler!r}")
+    for name in {_FIRST_PASS, _LAST_PASS} & options.keys():
+        raise ValueError(f"compile: options: expected no {name!r}, which is where passes over the graph are made")
 
-    def __init__(self, compiler: str | Compiler, prefetch: int, in_flight: int, options: dict[str, Any]) -> None:
-        if isinstance(compiler, str) and compiler not in ("inductor", "aot_eager"):
-            raise ValueError(f"compile: backend: expected 'inductor', 'aot_eager' or a function, got {compiler!r}")
-        for name in {_FIRST_PASS, _LAST_PASS} & options.keys():
-            raise ValueError(f"compile: options: expected no {name!r}, which is where passes over the graph are made")
-        self.compiler, self.prefetch, self.in_flight, self.options = compiler, prefetch, in_flight, options
-
-    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # Here, because the compiler takes a second to import.
         from functorch.compile import make_boxed_func
 
@@ -206,32 +202,29 @@ class _Backend:
         from . import graph as graph_file
         from . import recompute as recompute_file
 
-        def choose(graph: Graph) -> None:
-            recompute_file.mark_saved(graph, remats)
-
         def schedule(graph: Graph) -> None:
             recompute_file.recompute(graph)
-            graph_file.schedule_nodes(graph, self.prefetch, self.in_flight)
+            graph_file.schedule_nodes(graph, prefetch, in_flight)
 
         remats, code = RUNNING.regions or (), get_hash_for_files((graph_file.__file__, recompute_file.__file__))
-        is_known = not any(callable(remat.save) for remat in remats)  # else a user's function chooses what to save
-        choose_pass = graph_file.GraphPass(choose, (code, repr(remats)) if is_known else None)
+        key = None if any(callable(remat.save) for remat in remats) else (code, repr(remats))  # None: a user's function chooses
+        choose_pass = graph_file.GraphPass(lambda graph: recompute_file.mark_saved(graph, remats), key)
         annotations = graph_file.annotate_phases(graph.graph)
-        schedule_pass = graph_file.GraphPass(schedule, (code, annotations, self.prefetch, self.in_flight))
-        if self.compiler == "inductor":
+        schedule_pass = graph_file.GraphPass(schedule, (code, annotations, prefetch, in_flight))
+        if compiler == "inductor":
+            patches = dict.fromkeys(_SORTING_OPTIONS.intersection(_torch.list_inductor_options()), False) | options
             passes = {_FIRST_PASS: choose_pass, _LAST_PASS: schedule_pass}
-            patches = (
-                dict.fromkeys(_SORTING_OPTIONS.intersection(_torch.list_inductor_options()), False) | self.options | passes
-            )
-            return cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=patches))
+            return cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=patches | passes))
 
         def compile_scheduled(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             choose_pass(graph.graph)
             schedule_pass(graph.graph)
             graph.recompile()
-            return make_boxed_func(graph if isinstance(self.compiler, str) else self.compiler(graph, inputs))
+            return make_boxed_func(graph if isinstance(compiler, str) else compiler(graph, inputs))
 
         return aot_autograd(fw_compiler=compile_scheduled, keep_inference_input_mutations=True)(graph, inputs)
+
+    return compile_graph
 
 
 _FIRST_PASS = "joint_custom_pre_pass"  # the first of inductor's passes that see the ATen graph
