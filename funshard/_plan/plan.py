@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,20 +45,6 @@ from .costs import (
 from .record import record_schedule, record_step
 
 
-class Comparison(dict[str, "Plan"]):
-    """Plans by name, fastest first; ``print`` shows their peaks and times."""
-
-    def __init__(self, plans: Mapping[str, Plan]) -> None:
-        super().__init__(sorted(plans.items(), key=lambda item: (item[1].seconds, item[1].peak)))
-
-    def __str__(self) -> str:
-        rows = [["choice", "peak", "at rest", "step", "waiting"]]
-        for name, plan in self.items():
-            sizes = map(format_bytes, (plan.peak, sum(plan.at_rest.values())))
-            rows.append([name, *sizes, *map(format_seconds, (plan.seconds, plan.exposed_seconds))])
-        return "\n".join(format_rows(rows))
-
-
 def replace_p(spec: PartitionSpec, p: P) -> PartitionSpec:
     """Return the spec with another `P` for its main units, of most elements; ``local``, ``at_rest`` and ``align`` stay."""
     numel = Counter[P]()
@@ -81,13 +67,29 @@ def count_tokens(batch: Any) -> int:
     return integers[0].numel() if integers else tensors[0].numel() // max(tensors[0].shape[-1] if tensors[0].dim() else 1, 1)
 
 
+class Moment(NamedTuple):
+    """An event of a step with what a rank holds after it, and when it runs, in seconds from the start of the step."""
+
+    event: Event
+    held: Held  # bytes by category
+    time: float  # that computation has reached
+    start: float
+    end: float
+
+    @property
+    def total(self) -> int:
+        """The bytes that are held."""
+        return sum(self.held.values())
+
+
 class Plan:
     """The memory, communication and time of a training step on one rank. `plan` makes it; ``print`` shows it as a table.
 
     Beside what is listed here it has ``spec``, ``hardware``, ``events``, ``units`` (by unit key the bytes between steps),
-    ``at_rest`` (the bytes on the device between steps, by category), ``peaks`` (those of each phase when the most are held),
-    ``traffic`` (a line for each mesh axis and kind of collective), ``seconds`` and ``exposed_seconds`` (the time of the step,
-    and the part in which the device waits for collectives and copies), ``tokens`` and ``batch_bytes`` of this rank's batch.
+    ``at_rest`` (the bytes on the device between steps, by category), ``moments`` (of each event), ``peaks`` (the bytes of each
+    phase when the most are held), ``traffic`` (a line for each mesh axis and kind of collective), ``seconds`` and
+    ``exposed_seconds`` (the time of the step, and the part in which the device waits for collectives and copies), and
+    ``tokens`` and ``batch_bytes`` of this rank's batch.
 
     The device computes, its network sends, and its host link copies. Memory follows the order of the program. A collective
     starts when the one before it and the computation that was started before it have ended, as NCCL's do; a computation starts
@@ -113,27 +115,26 @@ class Plan:
             "optimizer": sum(unit.optimizer for unit in there),
             **({"activations": batch_bytes} if batch_bytes else {}),
         }
-        self.held: list[Held] = []  # the bytes by category that are held after each event
+        self.moments: list[Moment] = []
         self.peaks: dict[Phase, Held] = {}
-        self.spans: list[tuple[float, float]] = []  # when each event starts and ends, in seconds from the start of the step
         held: Held = {**dict.fromkeys(CATEGORIES, 0), **self.at_rest}
         sums: dict[tuple[str, str], Traffic] = {}
         free, busy = {"compute": 0.0, "network": 0.0, "host": 0.0}, 0.0
         for event in events:
             held = {category: size + event.memory.get(category, 0) for category, size in held.items()}
-            self.held.append(held)
             if event.phase not in self.peaks or sum(held.values()) > sum(self.peaks[event.phase].values()):
                 self.peaks[event.phase] = held
             seconds = hardware.seconds(event)
-            start = max([free[event.stream], free["compute"], *(self.spans[i][1] for i in event.after)])
+            start = max([free[event.stream], free["compute"], *(self.moments[i].end for i in event.after)])
+            time = start if event.stream == "compute" else free["compute"]
             free[event.stream] = start + seconds
-            self.spans.append((start, start + seconds))
+            self.moments.append(Moment(event, held, time, start, start + seconds))
             if event.collective:
                 key, one = (event.collective.axis, event.collective.op), dataclasses.replace(event.collective, seconds=seconds)
                 sums[key] = sums[key] + one if key in sums else one
             busy += seconds if event.stream == "compute" else 0.0
         self.traffic = (*sums.values(),)
-        self.seconds = max((end for _, end in self.spans), default=0.0)
+        self.seconds = max((moment.end for moment in self.moments), default=0.0)
         self.exposed_seconds = self.seconds - busy
 
     @property
@@ -151,7 +152,7 @@ class Plan:
         """The elements of all buffers that are no parameter's."""
         return sum(unit.padding for unit in self.units.values())
 
-    def compare(self, choices: Mapping[str, PartitionSpec | P]) -> Comparison:
+    def compare(self, choices: Mapping[str, PartitionSpec | P]) -> dict[str, Plan]:
         """Return the plans of other choices for the same step, batch, optimizer and hardware, fastest first.
 
         Args:
@@ -159,12 +160,12 @@ class Plan:
         """
         specs = {name: replace_p(self.spec, one) if isinstance(one, P) else check_spec(one) for name, one in choices.items()}
         bound = {name: spec if spec.sizes else spec.on(self.spec.bound_mesh) for name, spec in specs.items()}
-        return Comparison({name: plan(spec, hardware=self.hardware, **self._step) for name, spec in bound.items()})
+        plans = {name: plan(spec, hardware=self.hardware, **self._step) for name, spec in bound.items()}
+        return dict(sorted(plans.items(), key=lambda item: (item[1].seconds, item[1].peak)))
 
     def to_svg(self) -> str:
         """Return a picture as the text of an SVG file: memory, units and streams over the step."""
-        moments, numel = [*_iter_moments(self)], sum(unit.numel for unit in self.spec)
-        memory = _Panel(92, 210, self.seconds)
+        numel, memory = sum(unit.numel for unit in self.spec), _Panel(92, 210, self.seconds)
         runs = memory._replace(top=memory.bottom + 8, height=44)
         streams = runs._replace(top=runs.bottom + 4, height=ROW * len(_find_spans(self)))
         title = f"A training step of one rank: {format_bytes(self.peak)} at the peak, {format_seconds(self.seconds)}"
@@ -177,8 +178,8 @@ class Plan:
         body = [
             _text(LEFT, 36, title, size=16, weight="bold"),
             _text(LEFT, 56, " · ".join(facts), ink="muted", size=12),
-            *_draw_memory(memory, moments, int(self.hardware.memory)),
-            *_draw_runs(runs, [moment for moment in moments if moment.event.stream == "compute"]),
+            *_draw_memory(memory, self.moments, int(self.hardware.memory)),
+            *_draw_runs(runs, [moment for moment in self.moments if moment.event.stream == "compute"]),
             *_draw_streams(streams, self),
         ]
         return _document(streams.bottom + 17 + EDGE, title, body)
@@ -361,27 +362,9 @@ def _find_prefix(keys: Iterable[str]) -> str:
 # --- The memory of a rank over the step, as stacked areas ---
 
 
-class _Moment(NamedTuple):
-    """The bytes that a rank holds, by category, from the time at which its device reaches an event."""
-
-    time: float
-    event: Event
-    held: Mapping[Category, int]
-    total: int
-
-
-def _iter_moments(plan: Plan) -> Iterator[_Moment]:
-    """Yield a moment for each event; one of another stream gets the time that computation has reached."""
-    now = 0.0
-    for event, held, (start, end) in zip(plan.events, plan.held, plan.spans, strict=True):
-        is_computed = event.stream == "compute"
-        yield _Moment(max(start, now) if is_computed else now, event, held, sum(held.values()))
-        now = end if is_computed else now
-
-
-def _draw_memory(panel: _Panel, moments: Sequence[_Moment], limit: int) -> Iterable[str]:
+def _draw_memory(panel: _Panel, moments: Sequence[Moment], limit: int) -> Iterable[str]:
     """Yield the stacked areas of memory by category, a scale, a mark at the peak, and a legend with the bytes held then."""
-    nothing = _Moment(0, Event("memory", "forward", "", {}), {}, 0)
+    nothing = Moment(Event("memory", "forward", "", {}), {}, 0, 0, 0)
     peak = max(moments, key=lambda moment: moment.total, default=nothing)
     tick = _round_up(max(peak.total, 1) / 5)
     most = math.ceil(peak.total / tick) * tick or tick
@@ -423,7 +406,7 @@ def _draw_memory(panel: _Panel, moments: Sequence[_Moment], limit: int) -> Itera
 # --- The time of a step: its phases, the units that the device works on, and what is computed, gathered and reduced ---
 
 
-def _draw_runs(panel: _Panel, moments: Sequence[_Moment]) -> Iterable[str]:
+def _draw_runs(panel: _Panel, moments: Sequence[Moment]) -> Iterable[str]:
     """Yield a box for each phase of the step and, below, for each unit that the device works on or waits for."""
     prefix, free = _find_prefix(moment.event.unit for moment in moments), 0.0
     yield _text(LEFT - 8, panel.top + 12, "phase", ink="muted", anchor="end")
@@ -451,9 +434,9 @@ def _draw_runs(panel: _Panel, moments: Sequence[_Moment]) -> Iterable[str]:
 def _find_spans(plan: Plan) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """Return when each stream is busy, by its name and colour; computation is always among them."""
     spans: dict[tuple[str, str], list[tuple[float, float]]] = {("compute", COMPUTE): []}
-    for event, (start, end) in zip(plan.events, plan.spans, strict=True):
-        if end > start:
-            spans.setdefault(STREAMS.get(event.kind, ("compute", COMPUTE)), []).append((start, end))
+    for moment in plan.moments:
+        if moment.end > moment.start:
+            spans.setdefault(STREAMS.get(moment.event.kind, ("compute", COMPUTE)), []).append((moment.start, moment.end))
     return spans
 
 

@@ -65,8 +65,7 @@ class _Storage:
     is_on_host: bool = False
     unit: str | None = None  # whose shard or gathered buffer it is
     shard_numel: int | None = None
-    copy: int | None = None  # the event of the copy that fills it, unless something waited for it
-    collective: int | None = None  # likewise
+    pending: int | None = None  # the event of the copy or collective that fills it, unless something waited for it
 
 
 class StepRecorder(_torch.DispatchMode):
@@ -101,11 +100,11 @@ class StepRecorder(_torch.DispatchMode):
         self._storages[_torch.storage_id(shard)] = _Storage("parameters", 0, on_host, unit, shard.numel())
 
     def wait(self, inputs: Iterable[Tensor]) -> None:
-        """Add the wait for the copies that fill these tensors."""
+        """Add the wait for the copies and collectives that fill these tensors."""
         for storage in map(self._find, inputs):
-            if storage.copy is not None:
-                self.add("wait", after=(storage.copy,))
-                storage.copy = None
+            if storage.pending is not None:
+                self.add("wait", after=(storage.pending,))
+                storage.pending = None
 
     def _find(self, x: Tensor) -> _Storage:
         """Return the storage of a tensor; for one from outside of the step a new one."""
@@ -126,10 +125,7 @@ class StepRecorder(_torch.DispatchMode):
         if not (is_sent or traits.is_view or name.startswith("new_")):
             self.wait(inputs)  # which is read; a collective waits itself, and the device goes on
         if name == "wait_tensor":
-            storage = self._find(args[0])
-            if storage.collective is not None:
-                self.add("wait", after=(storage.collective,))
-                storage.collective = None
+            self.wait(args[:1])
             if not _torch.is_fake(args[0]):
                 with _torch.real_tensors():
                     func(*args, **kwargs)
@@ -151,7 +147,7 @@ class StepRecorder(_torch.DispatchMode):
         for x in outputs:
             self._allocate(x, memory, self._category_of(inputs), is_lazy=name == "_lazy_clone")
         if name in ("copy_", "_to_copy") and self._find(inputs[-1]).is_on_host != self._find(outputs[0]).is_on_host:
-            self._find(outputs[0]).copy = self.add("copy", memory, moved_bytes=inputs[-1].nbytes)
+            self._find(outputs[0]).pending = self.add("copy", memory, moved_bytes=inputs[-1].nbytes)
             return out
         count = flop_registry.get(func.overloadpacket)
         flops = int(count(*args, **kwargs, out_val=out)) if count else 0
@@ -204,12 +200,12 @@ class StepRecorder(_torch.DispatchMode):
                 memory[category] += storage.nbytes
                 storage.category = category
         kind: EventKind = "gather" if op == "all_gather" else "reduce" if category else "exchange"
-        after, source.copy = () if source.copy is None else (source.copy,), None
+        after, source.pending = () if source.pending is None else (source.pending,), None
         if op == "all_gather" and source.unit is not None:
             target.unit = source.unit
         by_ring = max(sent.nbytes, out.nbytes) * (ranks - 1) // ranks * (2 if op == "all_reduce" else 1)
         traffic = Traffic(axis, op, 1, sent.nbytes, out.nbytes, by_ring)
-        target.collective = self.add(kind, memory, collective=traffic, after=after)
+        target.pending = self.add(kind, memory, collective=traffic, after=after)
         if not _torch.is_fake(out):
             with _torch.real_tensors():
                 values = torch.cat([sent] * ranks) if op == "all_gather" else sent * ranks if op == "all_reduce" else sent
