@@ -383,7 +383,7 @@ def _pop_sum(sums: Params, key: str, like: Tensor, shape: Sequence[int]) -> Tens
 # --- Micro-batches one after the other: by plain autograd, whose gradients are added up as they arrive, or as data flow ---
 
 
-def run_in_place(f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums) -> None:
+def _run_in_place(f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums) -> None:
     """Add up values and gradients by plain autograd, which nothing differentiates."""
     check_recorded("accumulate or update_in_backward", plan.params)
     with torch.no_grad():
@@ -478,13 +478,10 @@ def _run_recorded(f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums)
         sums.auxes.extend(aux)
 
 
-def add_up(f: Callable[..., Any], plan: AccumulationPlan) -> tuple[Params, Any]:
-    """Return the gradients and the value of a plan."""
-    sums = GradSums()
-    (run_in_place if plan.in_place else _run_recorded)(f, plan, sums)
-    value = plan.combine_values(sums)
-    grads = {unit.key: plan.finish_grad(unit, sums) for unit in plan.units}
-    return {key: grads[key] for key in plan.params}, value
+def add_up(f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums) -> Any:
+    """Add up the gradients of a plan's micro-batches, and return the value."""
+    (_run_in_place if plan.in_place else _run_recorded)(f, plan, sums)
+    return plan.combine_values(sums)
 
 
 def accumulate(
@@ -538,4 +535,7 @@ def accumulate(
     if keep not in ("shards", "full"):
         raise ValueError(f"accumulate: keep: expected 'shards' or 'full', got {keep!r}")
     plan = AccumulationPlan.make(params, microbatches, spec, weights, has_aux, reduce, reduce_axes, full=keep == "full")
-    return add_up(f, plan)
+    sums = GradSums()
+    value = add_up(f, plan, sums)
+    grads = {unit.key: plan.finish_grad(unit, sums) for unit in plan.units}
+    return {key: grads[key] for key in params}, value

@@ -19,7 +19,7 @@ from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._wire.accumulation import GradReceiver
 from ..optim._norms import check_max_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
-from .accumulate import AccumulationPlan, GradSums, add_up, replacement_key, run_in_place
+from .accumulate import AccumulationPlan, GradSums, add_up, replacement_key
 
 UnitUpdateFn = Callable[[Params, dict[str, Any], Params], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
 
@@ -116,18 +116,11 @@ def update_in_backward(
                 raise ValueError(f"unit '{key}': expected the update to return a new {what} for it, got {tree!r:.80}")
         new[key] = params_and_state[0][key], params_and_state[1][key]
 
-    if plan.in_place:
-        sums = _UpdatingSums(plan, step)
-        run_in_place(f, plan, sums)
-        value = plan.combine_values(sums)
-        with torch.no_grad():
-            for unit in [*sums.remaining.values()]:
-                sums.finish(unit.key)
-    else:
-        grads, value = add_up(f, plan)
-        for key, grad in grads.items():
-            step(key, grad)
+    sums = _UpdatingSums(plan, step)
+    value = add_up(f, plan, sums)
     with torch.no_grad() if plan.in_place else contextlib.nullcontext():
+        for key in [*sums.remaining]:
+            sums.finish(key)
         now = None if max_norm is None else global_norm_from_squares(squares, plan.params, plan.spec)
     return StepResult({key: new[key][0] for key in params}, {key: new[key][1] for key in params}, value, now)
 
@@ -175,12 +168,12 @@ class _UpdatingSums(GradSums):
 
     def _finish_if_complete(self, key: str) -> None:
         if self._is_last and not (self._uses[key] or self._in_flight[key] or key in self._incomplete):
-            self.finish(key)
+            with torch.no_grad():
+                self.finish(key)
 
     def finish(self, key: str) -> None:
         """Hand a unit's gradient of all micro-batches on."""
-        with torch.no_grad():
-            self._use(key, self._plan.finish_grad(self.remaining.pop(key), self))
+        self._use(key, self._plan.finish_grad(self.remaining.pop(key), self))
 
 
 def _find_entered_unit(node: object, i: int, receiver: GradReceiver) -> str | None:
