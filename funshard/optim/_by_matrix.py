@@ -17,7 +17,7 @@ from .._core.tree import Param
 from .._spec.local import stack_dims
 from .._torch.tracing import phase
 from . import _checks
-from ._checks import Optimizer, ParamOptions, StepRate, Tensors
+from ._checks import Optimizer, Pair, ParamOptions, StepRate, Tensors
 from ._from_torch import from_torch
 from ._matrices import Chunk, Matrices, Matrix, MatrixBatch, chunk_slice, matrices
 from ._rules import adamw
@@ -113,9 +113,6 @@ def _check_result(new: object, param: Tensor, state: Mapping[str, object], given
 
 # --- The driver: batches of matrices go to their owners and return, whatever the rule ---
 
-Fallback = tuple[Callable[[Tensors], Mapping[str, Any]], Callable[..., tuple[Tensors, Mapping[str, Any]]]]
-"""``(init, update)`` of parameters that are not matrices, such as `from_torch` returns. Its state has its params' keys."""
-
 
 class MatrixState(NamedTuple):
     """The state of one unit, as an optimizer of matrices keeps it."""
@@ -126,7 +123,7 @@ class MatrixState(NamedTuple):
     fallback: dict[str, Any]  # the state of ``fallback``: by unit key if the unit has no matrix, else by parameter name
 
 
-def init_state(rule: MatrixRule, known: Matrices, fallback: Fallback, params: Tensors) -> dict[str, MatrixState]:
+def init_state(rule: MatrixRule, known: Matrices, fallback: Pair, params: Tensors) -> dict[str, MatrixState]:
     """Return the state before the first step, by unit key: zeros, or what the rule returns for each matrix."""
     others = _fallback_tensors(known, params)
     initial = fallback[0](others)
@@ -176,7 +173,7 @@ class MatrixStep:
     rule: MatrixRule
     known: Matrices
     options: Mapping[str, MatrixOptions]
-    fallback: Fallback
+    fallback: Pair
     grads: Tensors
     state: Mapping[str, MatrixState]  # with the number of this step
     params: Tensors
@@ -312,7 +309,7 @@ class MatrixStep:
 
 
 def by_matrix(
-    init: MatrixInit, update: MatrixUpdate, spec: PartitionSpec | Matrices, *, fallback: Fallback, donate: bool = False
+    init: MatrixInit, update: MatrixUpdate, spec: PartitionSpec | Matrices, *, fallback: Pair, donate: bool = False
 ) -> Optimizer:
     """Return ``(init, update)`` for a pure update of single matrices, which runs once for each matrix, on its owner.
 
@@ -353,7 +350,7 @@ def make_optimizer(
     defaults: Mapping[str, Any],
     *,
     options: ParamOptions | None = None,
-    fallback: Fallback | None = None,
+    fallback: Pair | None = None,
     shares_lr: bool = False,  # whether the fallback gets a step's ``lr=``, as the default one does
     donate: bool = False,
 ) -> Optimizer:
@@ -442,7 +439,7 @@ def make_optimizer(
     return Optimizer(init, _torch.disable_in_graph(reason)(update) if rule.reads_step else update)
 
 
-def _fallback_adamw(known: Matrices, defaults: Mapping[str, Any], options: ParamOptions | None, *, donate: bool) -> Fallback:
+def _fallback_adamw(known: Matrices, defaults: Mapping[str, Any], options: ParamOptions | None, *, donate: bool) -> Pair:
     """Return AdamW: of torch's kernels, or where something follows the tensors the pure rule, whose state is the same."""
 
     def own_options(name: str, param: Param) -> Mapping[str, Any]:

@@ -50,6 +50,10 @@ class Optimizer(NamedTuple):
     """``update(grads, state, params, **rates) -> (new params, new state)``; a link returns new gradients."""
 
 
+Pair = tuple[Callable[[Any], Any], Callable[..., tuple[Mapping[str, Tensor], Any]]]
+"""``(init, update)``: an `Optimizer`, or such functions of yours."""
+
+
 def is_pair(value: object) -> bool:
     """Return whether a value is ``(init, update)``, two functions."""
     return isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
@@ -131,8 +135,7 @@ def refuse_encoded(state: Mapping[str, object]) -> None:
 
 def check_trees(params: Tensors, grads: Tensors, state: Mapping[str, object], updated: Iterable[str]) -> None:
     """Raise ValueError or TypeError, naming the unit, unless units have a state and the updated ones gradients like them."""
-    check_mapping(params)
-    check_mapping(grads, "grads")
+    check_tensors(grads, "grads")
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"state: expected a dict by unit key, as init(params) or an update returns, got {type(state).__name__}; that of an "
@@ -156,8 +159,6 @@ def check_trees(params: Tensors, grads: Tensors, state: Mapping[str, object], up
         if key not in grads:
             raise ValueError(f"unit '{key}' has no gradient: expected one for each of the params, got {[*grads][:8]}")
         grad, param, what = grads[key], params[key], f"the gradient of unit '{key}'"
-        if not isinstance(grad, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{what}: expected a tensor, got {type(grad).__name__}; an unused parameter has gradient zeros")
         if grad.layout != torch.strided:
             raise ValueError(f"{what}: expected a dense tensor, got {grad.layout}; use grad.to_dense()")
         if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):

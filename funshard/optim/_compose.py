@@ -16,12 +16,10 @@ from .._core.spec import PartitionSpec
 from .._slices.values import agree_finite, check_decay, find_nonfinite, is_inexact, select_if_finite, upcast, update_average
 from .._torch.tracing import LOGGER
 from ..collectives._world import check_spans_world
-from ._checks import Optimizer, Tensors, break_message, check_tensors, is_pair
+from ._checks import Optimizer, Pair, Tensors, break_message, check_tensors, is_pair
 from ._norms import check_max_norm, clip_by_global_norm
 from ._schedules import read_count, read_value
 
-Pair = tuple[Callable[[Any], Any], Callable[..., tuple[Mapping[str, Tensor], Any]]]
-"""``(init, update)``: an `Optimizer`, or such functions of yours."""
 Link = Callable[[Pair], Optimizer]  # a function from an optimizer to one around it
 
 

@@ -14,8 +14,8 @@ from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._slices.values import is_inexact, upcast
-from ._by_matrix import Fallback, MatrixOptions, MatrixRule, Payload, Slots, make_optimizer, rule_from_update
-from ._checks import Optimizer, ParamOptions, Tensors, check_nonnegative
+from ._by_matrix import MatrixOptions, MatrixRule, Payload, Slots, make_optimizer, rule_from_update
+from ._checks import Optimizer, Pair, ParamOptions, Tensors, check_nonnegative
 from ._matrices import Matrices, Select, matrices
 
 RELATIVE_EPS = 1e-6
@@ -77,7 +77,7 @@ def muon(
     adjust_lr: Literal["original", "match_rms_adamw"] = "original",
     dtype: torch.dtype = torch.bfloat16,
     options: ParamOptions | None = None,
-    fallback: Fallback | None = None,
+    fallback: Pair | None = None,
     donate: bool = False,
 ) -> Optimizer:
     """Return ``(init, update)`` of Muon: orthonormalized momentum for matrices, AdamW for other parameters.
@@ -233,7 +233,7 @@ def shampoo(
     every: int = 1,
     max_size: int = 8192,
     options: ParamOptions | None = None,
-    fallback: Fallback | None = None,
+    fallback: Pair | None = None,
     donate: bool = False,
 ) -> Optimizer:
     """Return ``(init, update)`` of Shampoo: ``M = momentum M + L^(-1/4) G R^(-1/4)``, ``W = (1 - lr weight_decay) W - lr M``.
@@ -309,7 +309,7 @@ def soap(
     every: int = 10,
     max_size: int = 8192,
     options: ParamOptions | None = None,
-    fallback: Fallback | None = None,
+    fallback: Pair | None = None,
     donate: bool = False,
 ) -> Optimizer:
     """Return ``(init, update)`` of SOAP: Adam's step in the eigenbasis of moving averages of ``G G^T`` and ``G^T G``.

@@ -17,8 +17,8 @@ from .._core.unit import Unit
 from .._slices.pieces import zero_padding
 from .._spec.codec import Codec
 from .._spec.unit_state import UnitState, replace_values
-from ._checks import Optimizer, QuantizedSlice, Tensors, copy_like, refuse_shared_memory
-from ._compose import Pair, check_optimizer
+from ._checks import Optimizer, Pair, QuantizedSlice, Tensors, copy_like, refuse_shared_memory
+from ._compose import check_optimizer
 
 CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 22
 """The number of elements that are encoded or decoded at once, some 30 bytes each: in a CPU's cache, and on a device."""

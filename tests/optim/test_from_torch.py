@@ -512,7 +512,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any]]] = [
     (r"'step' of unit 'a': expected shape \[\], got \[1\]", {"state": {"a": lambda s: s | {"step": torch.ones(1)}}}),
 ]
 WRONG_TYPES: list[tuple[str, dict[str, Any]]] = [
-    ("gradient of unit 'a': expected a tensor, got NoneType; an unused", {"grads": {"a": lambda _: None}}),
+    ("grads: 'a': expected a tensor, got NoneType; an unused", {"grads": {"a": lambda _: None}}),
     ("'step' of unit 'a': expected a tensor, got int", {"state": {"a": lambda s: s | {"step": 1}}}),
     ("'a': expected a tensor, got list", {"params": {"a": lambda _: [1.0]}}),
 ]
