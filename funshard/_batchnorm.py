@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._core.mesh import Axes, Mesh
-from ._core.primitive import apply
+from ._core.ops import apply
 from ._torch.modules import BatchNorm
 
 MESH = "_mesh_of_call"

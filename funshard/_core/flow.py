@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .layout import rank_coords
 from .mesh import Axis, Mesh, ProcessAxis, Simulated
-from .primitive import LinearFunction, apply, linear_map
+from .ops import LinearFunction, apply, linear_map
 from .unit import Unit
 
 ReduceBy = Literal["mean", "sum"] | float

@@ -150,7 +150,7 @@ _HOOK_MESSAGE = (
 @_torch.allow_in_graph
 def _attach_probe(buffer: Tensor, probe: Tensor) -> Tensor:
     """Return the buffer; the probe's gradient is the squared norm of the buffer's gradient."""
-    # One node for Dynamo, which would lose the backward, and with it the clipping. As _core.primitive.
+    # One node for Dynamo, which would lose the backward, and with it the clipping. As _core.ops.
     return _Probe.apply(buffer, probe)
 
 

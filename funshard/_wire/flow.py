@@ -20,7 +20,7 @@ from .._core.checks import take_full_params
 from .._core.flow import REDUCE_MEAN, Reduction, count_ranks, scatter_unit
 from .._core.layout import flatten_unit, rank_coords, unflatten_unit
 from .._core.mesh import Axis, Mesh, Simulated
-from .._core.primitive import LinearFunction, linear_map
+from .._core.ops import LinearFunction, linear_map
 from .._core.spec import PartitionSpec
 from .._core.unit import LocalDims, Unit
 from .._spec.codec import pack_bytes, storage_codec
@@ -184,7 +184,7 @@ def _flow_as_node(
 def _flow_in_graph(
     x: Tensor, value: Tensor | None, stages: Constants, axes: tuple[str, ...], ranks: tuple[Tensor, ...], gathers: bool
 ) -> Tensor:
-    """Do as `_flow_as_node`, as one node for Dynamo, as in _core.primitive."""
+    """Do as `_flow_as_node`, as one node for Dynamo, as in _core.ops."""
     return _flow_as_node(x, value, from_constants(stages), axes, ranks, "", gathers)
 
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
-from .._core.ops import OpContext, PendingResult, start_op
-from .._core.primitive import apply
+from .._core.ops import OpContext, PendingResult, apply, start_op
 from .._spec.codec import Codec, Encoding, pack_bytes, pack_rows, unpack_bytes
 from .._spec.precision import Dtypes
 from ..collectives._functions import gather_slices, make_label, reduce_scatter, unvary, vary

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.mesh import Axis, ProcessAxis, Simulated
-from .._core.ops import OpContext, announce, missing_group_error, start_exchange
-from .._core.primitive import LinearFunction, LinearMap, apply
+from .._core.ops import LinearFunction, LinearMap, OpContext, announce, apply, missing_group_error, start_exchange
 from ._agree import get_host_group, is_comparable
 from ._functions import check_dim, check_divisible, gather_values
 
@@ -83,7 +82,7 @@ def permute(x: Tensor, axis: Axis, shift: int | None = None, *, perm: Sequence[t
         return x
     if max(sources) >= 0 and not axis.name:
         raise missing_group_error(axis.size)
-    return _permute(x.view_as(x), None, sources, axis.name)  # a view of x: see _primitive.apply
+    return _permute(x.view_as(x), None, sources, axis.name)  # a view of x: see _core.ops.apply
 
 
 def _find_sources(size: int, shift: int | None, perm: Sequence[tuple[int, int]] | None) -> tuple[int, ...]:

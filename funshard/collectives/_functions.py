@@ -6,7 +6,7 @@ values: those that came out of a gather count with their **mean** over ranks, th
 with their **sum**. In the type lines ``[n]`` is a rank's own value, ``S[n]`` one that is a shard, and the pictures show
 three ranks.
 
-_core/primitive.py has the autograd Function of all of them.
+_core/ops.py has the autograd Function of all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import _torch
 from .._core.flow import take_slice
 from .._core.mesh import Axis, Mesh, ProcessAxis
-from .._core.primitive import Label, apply
+from .._core.ops import Label, apply
 from ._agree import check_sequence
 
 # --- The dimension of a tensor that a collective joins or slices: its checks, and the way to dimension 0 and back ---

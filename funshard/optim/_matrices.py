@@ -25,8 +25,7 @@ from .._core.checks import bind_spec
 from .._core.flow import count_ranks
 from .._core.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
 from .._core.mesh import ProcessAxis
-from .._core.ops import OpContext, PendingResult, announce, missing_group_error, start_exchange
-from .._core.primitive import LinearFunction, linear_map
+from .._core.ops import LinearFunction, OpContext, PendingResult, announce, linear_map, missing_group_error, start_exchange
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import LocalDims, Unit, global_shape, join_shape
