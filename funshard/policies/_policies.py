@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._core.build import build, build_with_leftovers
-from .._core.policies import SHARD, NamedPolicy, Policy, build_selected, check_classes, check_p, format_call
+from .._core.policies import (
+    SHARD,
+    NamedPolicy,
+    Policy,
+    build,
+    build_selected,
+    build_with_leftovers,
+    check_classes,
+    check_p,
+    format_call,
+)
 from .._core.spec import PartitionSpec
 from .._core.tree import ModuleTree, Param, natural_key
 from .._core.unit import P

@@ -18,7 +18,7 @@ from strategies import ResidualNode, meshes, modules, policies
 from torch import nn
 
 import funshard as fs
-from funshard._core.build import build
+from funshard._core.policies import build
 from funshard.policies import Policy
 
 MODELS = modules(frozen=True)
