@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.unit import P, Unit
-from .._spec.parse import parse_bytes
+from .._sharding.full import parse_bytes
 from .._wire.host import is_host_resident
 from ..optim import from_torch
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -20,7 +22,6 @@ from .._core.mesh import Mesh, ProcessAxis
 from .._core.ops import announce
 from .._core.spec import PartitionSpec, abridge
 from .._core.unit import Unit
-from .._spec.parse import parse_bytes
 from .._torch.tracing import phase
 from .._wire.chain import CollectiveChain
 from .._wire.flow import (
@@ -282,6 +283,24 @@ def stream_full(
                 _start_end_check(used, ordered, mesh)
 
     return stream()
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_bytes(size: float | str, what: str = "memory") -> int:
+    """Return a number of bytes from "80GB", "512MiB" or a number.
+
+    Raises:
+        ValueError: For anything else, naming what has this size.
+    """
+    if not isinstance(size, str):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # None, NaN, infinity
+            return int(size)
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?I?)B?\s*", str(size).upper())
+    if not isinstance(size, str) or match is None or match[2] not in _UNITS:
+        raise ValueError(f"{what}: expected a number of bytes such as '80GB' or '512MiB', got {size!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def is_receiver(mesh: Mesh, *, rank0_only: bool) -> bool:

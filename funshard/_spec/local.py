@@ -12,7 +12,7 @@ from torch import Tensor
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import PARSERS, LocalDims, Option, P, Unit, global_shape
-from .parse import find_unmatched, parse_globs, value_of
+from .precision import find_unmatched, parse_globs, value_of
 
 LocalAxes = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 """For each axis, outermost first, the dimension that is split over it, by a glob of parameter names."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from .._core.tree import Param
 from .._core.unit import Option, P, Unit, add_keyword
 from .codec import Codec
-from .parse import find_unmatched, parse_globs, value_of
 
 KeptDtypes = tuple[tuple[str, torch.dtype], ...]
 """Dtypes by glob of parameter names."""
@@ -182,3 +182,30 @@ def _check_reduce_codec(unit: Unit, codec: Codec) -> None:
             f"unit '{unit.key}': Precision(reduce_codec={codec}): blocks of {codec.block} elements would straddle parameters "
             f"and ranks' slices, which start at multiples of {unit.align}: expected P(align={codec.block}), or a multiple of it"
         )
+
+
+# --- Values by glob of parameter names ---
+
+V = TypeVar("V")
+
+
+def parse_globs(given: object) -> tuple[tuple[str, Any], ...] | None:
+    """Return values by glob, given as a mapping or as its items, in hashable form; None for anything else."""
+    items: Any = tuple(given.items()) if isinstance(given, Mapping) else given  # pyright: ignore
+    is_pairs = isinstance(items, tuple) and all(isinstance(i, tuple) and len(i) == 2 and isinstance(i[0], str) for i in items)  # pyright: ignore
+    return items if is_pairs else None  # pyright: ignore[reportUnknownVariableType]
+
+
+def value_of(param: Param, values: Iterable[tuple[str, V]], option: str, what: str) -> V | None:
+    """Return the value of the globs that match a parameter, None if none does; ValueError, naming it, for several values."""
+    matching = {glob: value for glob, value in values if any(fnmatchcase(name, glob) for name in param.names)}
+    if len({*matching.values()}) > 1:
+        raise ValueError(
+            f"parameter '{param.name}': {option} has {matching} for its names {list(param.names)}: expected {what}"
+        )
+    return next(iter(matching.values()), None)
+
+
+def find_unmatched(globs: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return the first glob that matches none of the names."""
+    return next((glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)), None)
