@@ -15,12 +15,12 @@ from .. import _torch
 from .._batchnorm import SyncBatchNorm
 from .._core.checks import bind_spec, check_params, check_spec, find_full_params
 from .._core.flow import ReduceBy, Reduction, resolve_reduction
+from .._core.mesh import has_peers
 from .._core.spec import PartitionSpec, abridge
 from .._transforms.error_hints import add_cast_hint, add_hints
 from .._wire.accumulation import find_accumulation
 from .._wire.flow import refuse_reduce_codec_in_graph
 from .._wire.host import check_host_resident
-from ..collectives._world import has_peers
 from . import compiled_call
 from .buffers import is_first_warning
 from .casting import module_overrides, wrap_in_casts

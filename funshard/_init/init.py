@@ -20,6 +20,7 @@ from .._call.buffers import copy_buffer
 from .._call.module_state import calling_thread, restore_modules
 from .._core.checks import bind_spec
 from .._core.layout import Params, to_memory_order, unflatten_unit
+from .._core.mesh import has_peers
 from .._core.spec import PartitionSpec, abridge
 from .._core.tree import check_not_compiled, join_path
 from .._core.unit import Unit, global_shape
@@ -28,7 +29,6 @@ from .._spec.table import log_spec
 from .._torch.modules import find_reset
 from .._wire.flow import flatten_global, scatter_global, store_slice
 from ..collectives._agree import check_ranks_agree, report_to_ranks
-from ..collectives._world import has_peers
 
 InitFn = Callable[[nn.Module], object]
 META = torch.device("meta")

@@ -18,7 +18,7 @@ from .. import _torch
 from .._core.checks import bind_spec, check_shards
 from .._core.flow import Reduction, count_ranks
 from .._core.layout import Params, rank_coords
-from .._core.mesh import Mesh, ProcessAxis
+from .._core.mesh import Mesh, ProcessAxis, has_peers, process_axes
 from .._core.ops import announce
 from .._core.spec import PartitionSpec, abridge
 from .._core.unit import Unit
@@ -37,7 +37,6 @@ from .._wire.host import check_host_resident, compute_device, move, start_copy_t
 from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names
 from ..collectives._agree import check_sequence, leave_to_next_call
-from ..collectives._world import has_peers, process_axes
 
 # --- Gathers of whole units that overlap with the use of the units before ---
 

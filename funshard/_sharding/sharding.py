@@ -12,7 +12,7 @@ from .. import _torch
 from .._core.checks import bind_spec, check_full, check_mapping, check_param_classes, check_shards, check_spec, take_full_params
 from .._core.flow import ReduceBy, Reduction
 from .._core.layout import Params, rank_coords, to_memory_order, unflatten_unit
-from .._core.mesh import Mesh
+from .._core.mesh import Mesh, has_peers
 from .._core.spec import PartitionSpec
 from .._core.tree import Param, check_not_compiled
 from .._core.unit import Unit
@@ -30,7 +30,6 @@ from .._wire.flow import (
 )
 from .._wire.host import check_host_resident
 from ..collectives._agree import check_ranks_agree, report_to_ranks
-from ..collectives._world import has_peers
 from .full import check_source, gather_stored, scatter_from
 from .skeleton import is_skeleton
 

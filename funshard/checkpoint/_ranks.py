@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from .. import _torch
 from .._core.layout import rank_along, rank_coords
-from .._core.mesh import ProcessAxis
+from .._core.mesh import ProcessAxis, check_spans_world, process_axes
 from .._core.ops import announce
 from .._core.spec import PartitionSpec
 from ..collectives._agree import check_ranks_agree, hash_spec
-from ..collectives._world import check_spans_world, process_axes
 from ._directory import CheckpointError, SavedError
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._core.checks import bind_spec, check_mapping, check_params, find_full_params
 from .._core.layout import Params
+from .._core.mesh import has_peers
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, global_shape
 from .._sharding.full import find_result_dtype, stream_full
@@ -22,7 +23,6 @@ from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER
 from .._wire.host import check_host_resident
 from ..collectives._agree import check_ranks_agree
-from ..collectives._world import has_peers
 from . import _directory
 from ._directory import CheckpointError, DamagedError, flush, is_directory, is_plain_name, open_regular, read_regular
 from ._leaves import Box, check_storable, clean_name, slice_leaf

@@ -1,6 +1,6 @@
 """Differentiable collectives over a mesh axis, and the axis that is a batch dimension of torch.vmap."""
 
-from .._core.mesh import Axis, Mesh, ProcessAxis
+from .._core.mesh import Axis, Mesh, ProcessAxis, members
 from .._gone import raise_gone
 from ._exchange import all_to_all, permute, ragged_all_to_all
 from ._functions import (
@@ -14,7 +14,6 @@ from ._functions import (
     sum_shards,
     vary,
 )
-from ._world import members
 
 __all__ = [
     "Axis", "Mesh", "ProcessAxis", "all_reduce", "all_to_all", "broadcast", "gather_slices", "gather_values", "members",

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from .._core.mesh import Mesh
+from .._core.mesh import Mesh, process_axes
 from .._core.ops import RankError, announce
 from .._core.spec import PartitionSpec
-from ._world import process_axes
 
 # --- Process groups between hosts that torch.distributed's registry does not list ---
 #

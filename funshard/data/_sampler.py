@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._core.checks import bind_spec
 from .._core.layout import rank_along, rank_coords
+from .._core.mesh import has_peers
 from .._core.spec import PartitionSpec
 from .._spec.local import check_axes_are_given
 from ..collectives._agree import check_ranks_agree, report_to_ranks
-from ..collectives._world import has_peers
 
 Last = Literal["drop", "pad", "short"]
 

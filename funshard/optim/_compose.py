@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree  # Dynamo traces it, and not optree
 from .. import _torch
 from .._core.checks import bind_spec, check_mapping, check_spec
 from .._core.layout import Params
+from .._core.mesh import check_spans_world
 from .._core.spec import PartitionSpec
 from .._slices.values import agree_finite, check_decay, find_nonfinite, is_inexact, select_if_finite, upcast, update_average
 from .._torch.tracing import LOGGER
-from ..collectives._world import check_spans_world
 from ._checks import Optimizer, Pair, Tensors, break_message, check_tensors, is_pair
 from ._norms import check_max_norm, clip_by_global_norm
 from ._schedules import read_count, read_value

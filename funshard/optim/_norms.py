@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import _torch
 from .._core.checks import bind_spec
 from .._core.layout import Params
+from .._core.mesh import check_spans_world
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._slices.pieces import check_slice, map_unpadded, split_by_param
@@ -21,7 +22,6 @@ from .._spec.local import distinct_axes
 from .._wire.host import compute_device
 from ..collectives._agree import Comparison, RankLines, find_difference, find_host_groups
 from ..collectives._functions import gather_slices, sum_shards
-from ..collectives._world import check_spans_world
 from ._checks import check_tensors, vary_over
 
 

@@ -23,7 +23,7 @@ from .._call.module_state import calling_thread, own_tensors, restore_modules
 from .._core.checks import bind_spec
 from .._core.flow import REDUCE_MEAN, count_ranks
 from .._core.layout import Params, rank_along, rank_coords
-from .._core.mesh import Axis, Mesh, ProcessAxis
+from .._core.mesh import Axis, Mesh, ProcessAxis, has_peers
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._sharding.sharding import collect_full_params, combine, hash_params, partition, shard
@@ -33,7 +33,6 @@ from .._transforms.products import grad_and_value, hvp
 from .._wire.route import Route
 from ..collectives._agree import check_ranks_agree, find_host_groups, gather_from_ranks, report_to_ranks
 from ..collectives._functions import all_reduce
-from ..collectives._world import has_peers
 from ._simulated import spmd
 
 # --- Helpers for trees of tensors: find, clone, select and compare, and fix the seed ---
