@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import re
 from collections import deque
@@ -19,7 +18,7 @@ from .._core.checks import bind_spec, check_shards
 from .._core.flow import Reduction, count_ranks
 from .._core.layout import Params, rank_coords
 from .._core.mesh import Mesh, ProcessAxis, has_peers, process_axes
-from .._core.ops import announce
+from .._core.ops import PendingResult, announce
 from .._core.spec import PartitionSpec, abridge
 from .._core.unit import Unit
 from .._torch.tracing import phase
@@ -30,12 +29,11 @@ from .._wire.flow import (
     flatten_global,
     join_pieces,
     split_global,
-    unflatten_global,
     unshard_global,
 )
 from .._wire.host import check_host_resident, compute_device, move, start_copy_to_host
 from .._wire.mixed_layout import view_as_bytes
-from .._wire.stages import AllGather, Names
+from .._wire.stages import AllGather, Names, StartStep
 from ..collectives._agree import check_sequence, leave_to_next_call
 
 # --- Gathers of whole units that overlap with the use of the units before ---
@@ -54,36 +52,49 @@ def gather_units(
 
     A buffer may be the shard itself where nothing is gathered. Its dtype is ``dtype``, or the unit's own if that is narrower or
     not floating point. The unit in use, the one before, which the caller may still hold, and those in flight have at most
-    ``limit`` bytes together, or are two units. In a transform or a compiler, each unit is gathered when it is asked for.
+    ``limit`` bytes together, or are two units. In a transform or a compiler, each unit is gathered when it is asked for, on
+    all ranks.
 
     Raises:
         RuntimeError: If ranks gather other units, or a shard was modified in place since the first one was asked for.
     """
-    pieces = {unit.key: shards[unit.key] for unit in units}
+    pieces = {unit.key: shards[unit.key].detach() for unit in units}
+    sent = {unit.key: find_sent_dtype(pieces[unit.key], unit, dtype) for unit in units}
+    at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True)) if to_first else {}
     if not _torch.is_eager() or mesh.is_simulated or any(map(_torch.is_fake, pieces.values())):
-        on_all = functools.partial(unshard_global, reduction=Reduction(), check_order=True, as_stored=True)
-        gather = gather_to_first if to_first else on_all
         for unit in units:
             with torch.no_grad():
-                buffer = gather(pieces[unit.key].detach().to(find_sent_dtype(pieces[unit.key], unit, dtype)), unit, mesh)
-            yield unit, buffer
+                piece = pieces[unit.key].to(sent[unit.key])
+                buffer = unshard_global(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
+            yield unit, None if any(at.values()) else buffer
             del buffer
         return
     to = " to the first rank" if to_first else ""
-    names = [f"gather of unit '{unit.key}'{to} in {find_sent_dtype(pieces[unit.key], unit, dtype)}" for unit in units]
+    names = [f"gather of unit '{unit.key}'{to} in {sent[unit.key]}" for unit in units]
     for group in find_gather_groups(units, mesh):
         check_sequence(names, group, pieces[units[0].key])
     versions = {key: _torch.version(piece) for key, piece in pieces.items()}
     sizes = [_estimate_peak_bytes(pieces[unit.key], unit, mesh, dtype, to_first=to_first) for unit in units]
     in_flight: deque[Callable[[], Tensor | None]] = deque()
     started = 0
+
+    def check_unmodified(unit: Unit) -> None:
+        if _torch.version(pieces[unit.key]) != versions[unit.key]:
+            raise RuntimeError(
+                f"the shard of unit '{unit.key}' was modified in place before its parameters were used, and those of other "
+                "units are older: expected the same values until the last unit is gathered; let an update with donate=True "
+                "wait for that, or give copies of the shards"
+            )
+
     for i, unit in enumerate(units):
         while started <= i or (started < len(units) and sum(sizes[max(i - 1, 0) : started + 1]) <= limit):
             following, started = units[started], started + 1
-            piece = pieces[following.key]
-            in_flight.append(_start_gather(piece, versions, following, mesh, to_first=to_first, dtype=dtype))
-        # without a name for the buffer: this frame must not hold what the caller lets go
-        yield unit, in_flight.popleft()()
+            check_unmodified(following)
+            in_flight.append(_start_gather(pieces[following.key], sent[following.key], following, mesh, at))
+        buffer = in_flight.popleft()()
+        check_unmodified(unit)
+        yield unit, buffer
+        del buffer
 
 
 def find_gather_groups(units: Sequence[Unit], mesh: Mesh) -> list[str]:
@@ -121,83 +132,55 @@ def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dty
     return total
 
 
-# --- One unit. ---
-
-
 def _start_gather(
-    piece: Tensor, versions: Mapping[str, int], unit: Unit, mesh: Mesh, *, to_first: bool, dtype: torch.dtype | None
+    piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Mesh, at: Mapping[str, int]
 ) -> Callable[[], Tensor | None]:
-    """Start to gather a unit, on all ranks or to the first; then, as after it, RuntimeError if its shard was modified."""
-    _check_unmodified(piece, unit, versions)
+    """Start to gather a unit in this dtype; return the wait for its buffer.
+
+    ``at`` are the coordinates of this rank where the first one alone gets it, and the others None: then no rank allocates more
+    than it gathers along inner axes. A single gather on all ranks casts as it writes its own slice.
+    """
+    if any(at[name] for name in at if name not in unit.distinct_axes):
+        return lambda: None  # another replica
+    axes = [name for name in reversed(unit.distinct_axes) if mesh[name].size > 1 and unit.numel]
+    names = Names(unit.key, f"unit '{unit.key}'")
     with torch.no_grad(), phase("gather", unit.key):
-        own, sent = piece.detach(), find_sent_dtype(piece, unit, dtype)
-        pending = _start_gather_to_first(own.to(sent), unit, mesh) if to_first else _start_gather_on_all(own, sent, unit, mesh)
+        if at:
+            sends = next((i for i, name in enumerate(axes) if at[name]), len(axes))  # after which it gets nothing more
+            steps = [_gather_to_first(mesh, name, names) for name in axes[: sends + 1]]
+        else:
+            steps = [AllGather.on_axis(name, mesh, "mean").start(names) for name in axes]
+        piece = move(piece, compute_device(unit, mesh), piece.dtype if len(axes) == 1 and not at else dtype)
+        # without it gloo allocates another one of its size
+        buffer = piece.new_empty(len(piece) * count_ranks(axes, mesh), dtype=dtype) if axes and not at else None
+        chain = CollectiveChain(piece, steps, buffer)
 
     def finish() -> Tensor | None:
         with torch.no_grad():
-            buffer = pending()
-        _check_unmodified(piece, unit, versions)
-        return buffer
+            gathered = chain.result()
+            return None if any(at.values()) else decode_global(gathered, unit, mesh)
 
     return finish
 
 
-def _check_unmodified(piece: Tensor, unit: Unit, versions: Mapping[str, int]) -> None:
-    if _torch.version(piece) != versions[unit.key]:
-        raise RuntimeError(
-            f"the shard of unit '{unit.key}' was modified in place before its parameters were used, and those of other units "
-            "are older: expected the same values until the last unit is gathered; let an update with donate=True wait for "
-            "that, or give copies of the shards"
-        )
+def _gather_to_first(mesh: Mesh, name: str, names: Names) -> StartStep:
+    """Return the function that starts a gather along an axis to its first rank, below autograd, by c10d's own collective."""
+    axis, group = _process_group(mesh, name)
 
+    def start(x: Tensor, _: Tensor | None) -> PendingResult:
+        raw = view_as_bytes(x)
+        rows = raw.new_empty(axis.size, len(raw)) if axis.rank == 0 else None
+        announce("gather to the first rank", group.group_name, f"{names.label} over '{name}'", raw)
+        work = dist.gather(raw, None if rows is None else list(rows), group=group, group_dst=0, async_op=True)
 
-def _start_gather_on_all(piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Mesh) -> Callable[[], Tensor | None]:
-    """Start to gather a unit on all ranks, in this dtype, into one buffer. Without it gloo allocates another of its size."""
-    axes = [name for name in unit.distinct_axes if mesh[name].size > 1 and unit.numel]
-    piece = move(piece, compute_device(unit, mesh), dtype if len(axes) != 1 else piece.dtype)
-    buffer = piece.new_empty(len(piece) * count_ranks(axes, mesh), dtype=dtype) if axes else None
-    names = Names(unit.key, f"unit '{unit.key}'")
-    steps = [AllGather.on_axis(name, mesh, "mean").start(names) for name in reversed(axes)]
-    chain = CollectiveChain(piece, steps, buffer)  # a single gather casts as it writes its own slice
-    return lambda: decode_global(chain.result(), unit, mesh)
+        def finish() -> Tensor:
+            if work is not None:
+                work.wait()
+            return raw if rows is None else rows.flatten().view(x.dtype)
 
+        return PendingResult((), finish)
 
-# --- To the first rank: data movement, below autograd, over c10d's own collectives. ---
-
-
-def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
-    """Return the unit's whole buffer on the mesh's first rank; None on the others, which allocate nothing."""
-    return _start_gather_to_first(piece, unit, mesh)()
-
-
-def _start_gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Callable[[], Tensor | None]:
-    at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
-    piece = piece.to(compute_device(unit, mesh) or piece.device)
-    if any(at[name] for name in mesh.names if name not in unit.distinct_axes):
-        return lambda: None  # another replica
-    return _start_gather_along([*reversed(unit.distinct_axes)], piece, unit, mesh)
-
-
-def _start_gather_along(names: Sequence[str], piece: Tensor, unit: Unit, mesh: Mesh) -> Callable[[], Tensor | None]:
-    """Start to gather to the first rank along the first of these axes. Waiting for it gathers along the others."""
-    if not names:
-        return lambda: decode_global(piece, unit, mesh)
-    axis, group = _process_group(mesh, names[0])
-    if group is None:
-        return _start_gather_along(names[1:], piece, unit, mesh)
-    raw = view_as_bytes(piece)
-    rows = raw.new_empty(axis.size, len(raw)) if axis.rank == 0 else None
-    announce("gather to the first rank", group.group_name, f"unit '{unit.key}' over '{names[0]}'", raw)
-    work = dist.gather(raw, None if rows is None else list(rows), group=group, group_dst=0, async_op=True)
-
-    def finish() -> Tensor | None:
-        if work is not None:
-            work.wait()
-        if rows is None:
-            return None
-        return _start_gather_along(names[1:], rows.flatten().view(piece.dtype), unit, mesh)()
-
-    return finish
+    return start
 
 
 # --- stream_full: full parameters one after the other, in the memory of two buckets ---
@@ -271,6 +254,7 @@ def stream_full(
             for unit, buffer in gathers:
                 used += 1
                 if buffer is not None:
+                    buffer = apply_options(buffer, unit, mesh)
                     yield from _iter_params(buffer, shards[unit.key], unit, mesh, wanted[unit.key], dtype, offload_to_cpu)
             for name in (name for name in ignored if receives and name in chosen):
                 yield name, copy_if_shared(shards[name].detach(), shards[name], dtype, offload_to_cpu)
@@ -323,19 +307,22 @@ def _match_names(names: str | Iterable[str] | None, units: Sequence[Unit], ignor
 
 
 def _iter_params(
-    buffer: Tensor, shard: Tensor, unit: Unit, mesh: Mesh, names: Sequence[str], dtype: torch.dtype | None, offload_to_cpu: bool
+    buffer: Tensor, source: Tensor | None, unit: Unit, mesh: Mesh, names: Sequence[str], dtype: torch.dtype | None, to_cpu: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named parameters of a unit, in this order. Each is computed when the caller asks for it."""
+    """Yield the named parameters of a unit's buffer, in this order. Each is computed when the caller asks for it.
+
+    They share no memory with ``source``, and with None none at all: one that shares memory cannot be saved by itself.
+    """
     with torch.no_grad():
-        buffer = apply_options(buffer, unit, mesh)
-        buffer = start_copy_to_host(buffer)() if offload_to_cpu else buffer
+        buffer = start_copy_to_host(buffer)() if to_cpu else buffer
         pieces = split_global(buffer, unit, mesh)
     sizes = dict(mesh.sizes)
     params = {param.name: (param, views) for param, views in zip(unit.params, pieces, strict=True)}
     for name in names:
         param, views = params[name]
         with torch.no_grad():
-            tensor = copy_if_shared(join_pieces(views, param.local, sizes), shard, dtype)
+            tensor = join_pieces(views, param.local, sizes)
+            tensor = tensor.clone() if source is None else copy_if_shared(tensor, source, dtype)
         yield name, tensor
 
 
@@ -382,28 +369,14 @@ def gather_stored(
     check_host_resident(shards, spec)
     receives = is_receiver(mesh, rank0_only=rank0_only)
     full: Params = {}
-    waiting: Callable[[], Params] = dict
     for unit, buffer in gather_units(shards, units, mesh, to_first=rank0_only):
-        copies = dict if buffer is None else _copy_params(then(buffer, unit, mesh), unit, mesh, offload_to_cpu)
+        if buffer is not None:
+            names = [param.name for param in unit.params]
+            full |= dict(_iter_params(then(buffer, unit, mesh), None, unit, mesh, names, None, offload_to_cpu))
         del buffer  # before the next unit is gathered
-        full |= waiting()  # the one before, while this one is copied
-        waiting = copies
-    ignored = [name for name in spec.ignored if receives and name in shards]
-    full |= waiting() | {name: copy_if_shared(shards[name], shards[name], None, offload_to_cpu) for name in ignored}
+    for name in (name for name in spec.ignored if receives and name in shards):
+        full[name] = copy_if_shared(shards[name], shards[name], None, offload_to_cpu)
     return spec._to_model_order(full)
-
-
-def _copy_params(buffer: Tensor, unit: Unit, mesh: Mesh, offload_to_cpu: bool) -> Callable[[], Params]:
-    """Copy a gathered unit's parameters. From a device to the host this is one copy, for which the returned function waits."""
-
-    def clone(buffer: Tensor) -> Params:  # each of its own: one that shares memory with others cannot be saved by itself
-        return {param.name: t.clone() for param, t in zip(unit.params, unflatten_global(buffer, unit, mesh), strict=True)}
-
-    if offload_to_cpu and buffer.device.type != "cpu":
-        copy = start_copy_to_host(buffer)
-        return lambda: clone(copy())
-    copies = clone(buffer)
-    return lambda: copies
 
 
 def check_source(full: Mapping[str, Tensor], spec: PartitionSpec) -> None:
@@ -430,19 +403,19 @@ def scatter_from(full: Mapping[str, Tensor] | None, unit: Unit, spec: PartitionS
     here, want = (dict(zip(mesh.names, rank_coords(mesh, rank), strict=True)) for rank in (None, src))
     rest = list(mesh.names)
     for name in (*unit.distinct_axes, *(n for n in mesh.names if n not in unit.distinct_axes)):
-        axis, group = _process_group(mesh, name)
         rest.remove(name)
-        split = name in unit.distinct_axes
-        numel = numel // axis.size if split else numel
+        size, split = mesh[name].size, name in unit.distinct_axes
+        numel = numel // size if split else numel
         # In this step those take part that the source's data has reached, or reaches now: they sit where the source
         # sits on every axis still to come.
-        if group is None or any(here[n] != want[n] for n in rest):
+        if size == 1 or any(here[n] != want[n] for n in rest):
             continue
+        _, group = _process_group(mesh, name)
         out = torch.empty(numel, dtype=unit.dtype, device=device)
         announce("scatter" if split else "broadcast", group.group_name, f"unit '{unit.key}' over '{name}'", out)
         if split:
             whole = None if buffer is None or here[name] != want[name] else view_as_bytes(buffer)
-            pieces = None if whole is None else list(whole.view(axis.size, len(whole) // axis.size))
+            pieces = None if whole is None else list(whole.view(size, len(whole) // size))
             dist.scatter(view_as_bytes(out), pieces, group=group, group_src=want[name])
         else:
             out = buffer if buffer is not None else out
@@ -452,9 +425,9 @@ def scatter_from(full: Mapping[str, Tensor] | None, unit: Unit, spec: PartitionS
     return buffer
 
 
-def _process_group(mesh: Mesh, name: str) -> tuple[ProcessAxis, dist.ProcessGroup | None]:
+def _process_group(mesh: Mesh, name: str) -> tuple[ProcessAxis, dist.ProcessGroup]:
     axis = mesh[name]
     assert isinstance(axis, ProcessAxis)
-    if axis.size > 1 and not axis.name:
+    if not axis.name:
         raise ValueError(f"axis '{name}' of {axis.size} ranks has no process group: bind the spec with .on(mesh)")
-    return axis, _torch.resolve_group(axis.name) if axis.size > 1 else None
+    return axis, _torch.resolve_group(axis.name)
