@@ -45,25 +45,22 @@ SHARD = P("shard")
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class NamedPolicy:
-    """A policy that prints as the call that made it.
+    """A policy that prints as the call that made it, but for options that are None or the default `P`.
 
-    ``build`` is a module-level function with its arguments bound (functools.partial) and no closure: closures do not pickle.
+    It is ``build(tree, *args, **options)``, a function without a closure: closures do not pickle.
     """
 
-    text: str
-    build: Callable[[ModuleTree], PartitionSpec]
+    name: str
+    build: Callable[..., PartitionSpec]
+    args: tuple[object, ...]
+    options: Mapping[str, object]
 
     def __call__(self, model: nn.Module | ModuleTree, /) -> PartitionSpec:
-        return self.build(module_tree(model))
+        return self.build(module_tree(model), *self.args, **self.options)
 
     def __repr__(self) -> str:
-        return self.text
-
-
-def format_call(name: str, *args: object, p: P | None = None, **options: object) -> str:
-    """Return a call much as it was written; options that are not None, and ``p`` where it is not the default."""
-    given = [f"{key}={value!r}" for key, value in options.items() if value is not None]
-    return f"{name}({', '.join([*map(_format_argument, args), *given, *([f'p={p}'] if p is not None and p != SHARD else [])])})"
+        options = [f"{key}={value!r}" for key, value in self.options.items() if value not in (None, SHARD)]
+        return f"{self.name}({', '.join([*map(_format_argument, self.args), *options])})"
 
 
 def _format_argument(item: object) -> str:
@@ -91,12 +88,6 @@ def check_classes(what: str, classes: Iterable[object]) -> None:
             raise TypeError(f"{what}: expected subclasses of nn.Module, got {cls!r}")
 
 
-def build_selected(select: Callable[[P, ModuleTree], P | None], p: P, tree: ModuleTree) -> PartitionSpec:
-    """Build the spec whose units are the nodes for which ``select(p, node)`` returns a `P`; the leftovers have ``p``."""
-    chosen = {node.path: own for node in tree.nodes() if (own := select(p, node)) is not None}
-    return build_with_leftovers(tree, chosen, p)
-
-
 def whole(p: P = SHARD) -> Policy:
     """Return the policy with the whole model as one unit.
 
@@ -109,11 +100,7 @@ def whole(p: P = SHARD) -> Policy:
         ['']
     """
     check_p("whole", p)
-    return NamedPolicy(format_call("whole", p=p), functools.partial(build_selected, _select_none, p))
-
-
-def _select_none(p: P, node: ModuleTree) -> P | None:
-    return None
+    return NamedPolicy("whole", functools.partial(build_with_leftovers, selected={}), (), {"p": p})
 
 
 def by_type(*classes: type[nn.Module], p: P = SHARD) -> Policy:
@@ -137,10 +124,10 @@ def by_type(*classes: type[nn.Module], p: P = SHARD) -> Policy:
         raise ValueError("by_type: expected at least one module class, got none; whole() makes one unit")
     check_classes("by_type", classes)
     check_p("by_type", p)
-    return NamedPolicy(format_call("by_type", *classes, p=p), functools.partial(_build_by_type, classes, p))
+    return NamedPolicy("by_type", _build_by_type, classes, {"p": p})
 
 
-def _build_by_type(classes: tuple[type[nn.Module], ...], p: P, tree: ModuleTree) -> PartitionSpec:
+def _build_by_type(tree: ModuleTree, *classes: type[nn.Module], p: P) -> PartitionSpec:
     chosen = {node.path: p for node in tree.nodes() if issubclass(node.cls, classes)}
     if not chosen:
         names = list(dict.fromkeys(node.cls.__name__ for node in tree.nodes()))
@@ -232,12 +219,15 @@ def _enclosing_units(param: Param, tree: ModuleTree, unit_of: Mapping[str, str])
 def _check_shared(
     param: Param, tree: ModuleTree, chosen: Mapping[str, P], owner: str, members: Mapping[str, tuple[tuple[str, ...], P]]
 ) -> None:
-    """Have the options of the selected modules that use a parameter of a unit above them check that."""
+    """Raise ValueError where a selected module below the owner says that a shared parameter is local, and it does not."""
     paths, p = members[owner]
     for path in dict.fromkeys(path for name in param.names for path in tree._enclosing_paths(name)) if param.aliases else ():
-        if path in chosen and not any(is_within(own, path) for own in paths):
-            for option in chosen[path].options:
-                option._check_shared(param, path, owner, p)
+        is_below = path in chosen and not any(is_within(own, path) for own in paths)
+        if is_below and not {*chosen[path].mark(param).local} <= {*p.mark(param).local}:
+            raise ValueError(
+                f"parameter '{param.name}', also {list(param.aliases)}, is in unit '{owner}', above all its uses, and the "
+                f"P(local={chosen[path].local}) of '{path}' says that it is local: expected local= in the P of '{owner}'"
+            )
 
 
 def build_with_leftovers(tree: ModuleTree, selected: Mapping[str, P], p: P) -> PartitionSpec:

@@ -51,9 +51,6 @@ class Option:
         """Return a parameter of a unit that has this option, with what the option says of it."""
         return param
 
-    def _check_shared(self, param: Param, path: str, owner: str, p: P) -> None:
-        """Raise ValueError where a module with this option uses a parameter of another unit, which ``owner`` has as ``p``."""
-
     def _check_units(self, units: Sequence[Unit]) -> None:
         """Raise ValueError, naming the unit, where one of those with this option cannot have it."""
 
@@ -165,9 +162,6 @@ class P:
     def offloads(self) -> tuple[str, ...]:
         """The parts of the unit that live in host memory, as a tuple."""
         return () if self.offload is None else (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
-
-    def _without_wrappers(self) -> P:
-        return dataclasses.replace(self, remat=False, compile=False)
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -48,13 +48,6 @@ class Local(Option):
             found.append((axis, dim))
         return dataclasses.replace(param, local=tuple(found)) if found else param
 
-    def _check_shared(self, param: Param, path: str, owner: str, p: P) -> None:
-        if not {*self._mark(param).local} <= {*p.mark(param).local}:
-            raise ValueError(
-                f"parameter '{param.name}', also {list(param.names[1:])}, is in unit '{owner}', above all its uses, and "
-                f"the P(local={self}) of '{path}' says that it is local: expected local= in the P of '{owner}'"
-            )
-
     def _check_units(self, units: Sequence[Unit]) -> None:
         names = [name for unit in units for param in unit.params for name in param.names]
         if (glob := find_unmatched((glob for _, dims in self.axes for glob, _ in dims), names)) is not None:

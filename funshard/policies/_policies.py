@@ -12,17 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._core.policies import (
-    SHARD,
-    NamedPolicy,
-    Policy,
-    build,
-    build_selected,
-    build_with_leftovers,
-    check_classes,
-    check_p,
-    format_call,
-)
+from .._core.policies import SHARD, NamedPolicy, Policy, build, build_with_leftovers, check_classes, check_p
 from .._core.spec import PartitionSpec
 from .._core.tree import ModuleTree, Param, natural_key
 from .._core.unit import P
@@ -42,11 +32,11 @@ def always(p: P = SHARD) -> Policy:
         ['0', '1']
     """
     check_p("always", p)
-    return NamedPolicy(format_call("always", p=p), functools.partial(build_selected, _p_if_has_params, p))
+    return NamedPolicy("always", _build_always, (), {"p": p})
 
 
-def _p_if_has_params(p: P, node: ModuleTree) -> P | None:
-    return p if node.params else None
+def _build_always(tree: ModuleTree, p: P) -> PartitionSpec:
+    return build_with_leftovers(tree, {node.path: p for node in tree.nodes() if node.params}, p)
 
 
 def by_size(
@@ -76,13 +66,11 @@ def by_size(
     leaves, excluded = tuple(force_leaf), tuple(exclude)
     check_classes("by_size", (*leaves, *excluded))
     check_p("by_size", p)
-    return NamedPolicy(
-        format_call("by_size", min_numel, p=p), functools.partial(_build_by_size, min_numel, leaves, excluded, p)
-    )
+    return NamedPolicy("by_size", functools.partial(_build_by_size, leaves=leaves, excluded=excluded), (min_numel,), {"p": p})
 
 
 def _build_by_size(
-    min_numel: float, force_leaf: tuple[type[nn.Module], ...], exclude: tuple[type[nn.Module], ...], p: P, tree: ModuleTree
+    tree: ModuleTree, min_numel: float, leaves: tuple[type[nn.Module], ...], excluded: tuple[type[nn.Module], ...], p: P
 ) -> PartitionSpec:
     held: dict[str, dict[str, int]] = {node.path: {} for node in tree.nodes()}
     for param in tree.all_params:
@@ -92,13 +80,13 @@ def _build_by_size(
     for node in tree.nodes():
         if node is not tree and tree.dominators(node)[-1] not in descended:
             continue
-        if sum(held[node.path].values()) >= min_numel and not issubclass(node.cls, force_leaf):
+        if sum(held[node.path].values()) >= min_numel and not issubclass(node.cls, leaves):
             descended[node.path] = node
     chosen: dict[str, P] = {}
     taken: set[str] = set()
     for path, node in reversed(descended.items()):  # children first
         left = sum(numel for name, numel in held[path].items() if name not in taken)
-        if node is not tree and left >= min_numel and not issubclass(node.cls, exclude):
+        if node is not tree and left >= min_numel and not issubclass(node.cls, excluded):
             chosen[path] = p
             taken |= held[path].keys()
     return build_with_leftovers(tree, chosen, p)
@@ -123,8 +111,12 @@ def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) ->
         {'': P('shard'), '0': P('shard', reshard=False)}
     """
     check_p("custom", p)
-    select = functools.partial(_select_custom, fn)
-    return NamedPolicy(format_call("custom", fn, p=p), functools.partial(build_selected, select, p))
+    return NamedPolicy("custom", _build_custom, (fn,), {"p": p})
+
+
+def _build_custom(tree: ModuleTree, fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P) -> PartitionSpec:
+    chosen = {node.path: own for node in tree.nodes() if (own := _select_custom(fn, p, node)) is not None}
+    return build_with_leftovers(tree, chosen, p)
 
 
 def _select_custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P, node: ModuleTree) -> P | None:
@@ -181,11 +173,10 @@ def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"by_path: expected path patterns such as 'blocks.*', got {pattern!r}")
         check_p(f"by_path: pattern '{pattern}'", value)
+    return NamedPolicy("by_path", _build_by_path, (dict(patterns),), {"p": p})
 
-    return NamedPolicy(format_call("by_path", dict(patterns), p=p), functools.partial(_build_by_path, dict(patterns), p))
 
-
-def _build_by_path(patterns: Mapping[str, P], p: P, tree: ModuleTree) -> PartitionSpec:
+def _build_by_path(tree: ModuleTree, patterns: Mapping[str, P], p: P) -> PartitionSpec:
     best: dict[str, tuple[int, str]] = {}
     for pattern, value in patterns.items():
         hits = [path for path in tree.canonical if matches_path(pattern.split("."), path.split("."))]
@@ -241,14 +232,10 @@ def ignoring(
     for item in param_items:
         if not isinstance(item, str | nn.Parameter):
             raise TypeError(f"ignoring: params: expected name patterns or parameters, got {type(item).__name__}")
-
-    return NamedPolicy(
-        format_call("ignoring", policy, module_items, param_items),
-        functools.partial(_build_ignoring, policy, module_items, param_items),
-    )
+    return NamedPolicy("ignoring", _build_ignoring, (policy, module_items, param_items), {})
 
 
-def _build_ignoring(policy: Policy, modules: list[object], params: list[object], tree: ModuleTree) -> PartitionSpec:
+def _build_ignoring(tree: ModuleTree, policy: Policy, modules: list[object], params: list[object]) -> PartitionSpec:
     gone, names = {node.path for node in find_matching("ignoring: modules", modules, [*tree.nodes()])}, set[str]()
     for item in params:
         names |= (found := {p.name for node in tree.nodes() for p in node.params if _matches_param(item, p, node)})
@@ -284,18 +271,17 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
         [Precision(param=torch.bfloat16), Precision(param=torch.float32, restore_outputs=True)]
     """
     check_classes("full_precision", classes)
-    build_spec = functools.partial(_build_full_precision, policy, classes or (BatchNorm,))
-    return NamedPolicy(format_call("full_precision", policy, *classes), build_spec)
+    return NamedPolicy("full_precision", _build_full_precision, (policy, *classes), {})
 
 
-def _build_full_precision(policy: Policy, classes: tuple[type[nn.Module], ...], tree: ModuleTree) -> PartitionSpec:
+def _build_full_precision(tree: ModuleTree, policy: Policy, *classes: type[nn.Module]) -> PartitionSpec:
     full = Precision(param=torch.float32, restore_outputs=True)
     spec = policy(tree)
     chosen = dict(spec.selected)
     kept = drop_ignored(tree, [spec])
     before = {"": spec.root, **chosen}
     for node in kept.nodes():
-        if issubclass(node.cls, classes):
+        if issubclass(node.cls, classes or BatchNorm):
             around = before[[path for path in (*kept.dominators(node), node.path) if path in before][-1]]
             chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None, unit=None)
     return build(kept, chosen, spec.root)
@@ -318,10 +304,10 @@ def override(base: Policy, extra: Policy) -> Policy:
         >>> {unit.path: unit.p for unit in policy(model)}
         {'0': P('shard'), '1': P()}
     """
-    return NamedPolicy(format_call("override", base, extra), functools.partial(_build_override, base, extra))
+    return NamedPolicy("override", _build_override, (base, extra), {})
 
 
-def _build_override(base: Policy, extra: Policy, tree: ModuleTree) -> PartitionSpec:
+def _build_override(tree: ModuleTree, base: Policy, extra: Policy) -> PartitionSpec:
     first, second = base(tree), extra(tree)
     return build(drop_ignored(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
 
@@ -356,10 +342,10 @@ def by_group(modules: Iterable[str | nn.Module | type[nn.Module]], *, size: int 
     check_p("by_group", p)
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"by_group: size: expected a whole number of modules, at least 1, got {size!r}")
-    return NamedPolicy(format_call("by_group", items, p=p, size=size), functools.partial(_build_groups, items, size, p))
+    return NamedPolicy("by_group", _build_groups, (items,), {"size": size, "p": p})
 
 
-def _build_groups(items: list[object], size: int | None, p: P, tree: ModuleTree) -> PartitionSpec:
+def _build_groups(tree: ModuleTree, items: list[object], p: P, size: int | None) -> PartitionSpec:
     # the root is beside no other module
     matched = find_matching("by_group", items, [node for node in tree.nodes() if node is not tree])
     siblings: dict[str, list[str]] = {}
