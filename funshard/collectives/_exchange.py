@@ -77,12 +77,15 @@ def permute(x: Tensor, axis: Axis, shift: int | None = None, *, perm: Sequence[t
     """
     sources = _find_sources(axis.size, shift, perm)
     if isinstance(axis, Simulated):
-        return _permute(x, axis.rank, sources, "")
+        return _permute(x, axis.rank, sources)
     if sources == tuple(range(axis.size)):
         return x
     if max(sources) >= 0 and not axis.name:
         raise missing_group_error(axis.size)
-    return _permute(x.view_as(x), None, sources, axis.name)  # a view of x: see _core.ops.apply
+    here = axis.rank or 0
+    send = tuple(int(source == here) for source in sources)
+    receive = tuple(int(sender == sources[here]) for sender in range(axis.size))
+    return _exchange_rows("permute", x.unsqueeze(0), send, receive, 1, axis.name).squeeze(0)
 
 
 def _find_sources(size: int, shift: int | None, perm: Sequence[tuple[int, int]] | None) -> tuple[int, ...]:
@@ -106,37 +109,21 @@ def _find_sources(size: int, shift: int | None, perm: Sequence[tuple[int, int]] 
 
 
 @_torch.allow_in_graph
-def _permute(x: Tensor, rank: Tensor | None, sources: tuple[int, ...], name: str) -> Tensor:
-    return LinearFunction.apply(x, None, _permutation(tuple(sources), name), *(() if rank is None else (rank,)))
+def _permute(x: Tensor, rank: Tensor, sources: tuple[int, ...]) -> Tensor:
+    return LinearFunction.apply(x, None, _permutation(tuple(sources)), rank)
 
 
-def _permutation(sources: tuple[int, ...], name: str) -> LinearMap:
-    """Return the map on a process group (``name``), or on ranks stacked in dimension 0 (no name)."""
-    size = len(sources)
+def _permutation(sources: tuple[int, ...]) -> LinearMap:
+    """Return the map on ranks stacked in dimension 0."""
 
-    def run(x: Tensor, *_: Tensor) -> Tensor:
-        if max(sources) < 0:
-            return torch.zeros_like(x)
-        if name:
-            return _send_on_group(x, sources, name)
+    def run(x: Tensor, _: Tensor) -> Tensor:
         zeros = torch.zeros_like(x[0])
         return torch.stack([x[source] if source >= 0 else zeros for source in sources])
 
     def transpose() -> LinearMap:
-        return _permutation(tuple(sources.index(rank) if rank in sources else -1 for rank in range(size)), name)
+        return _permutation(tuple(sources.index(rank) if rank in sources else -1 for rank in range(len(sources))))
 
-    return LinearMap(run, transpose, size)
-
-
-def _send_on_group(x: Tensor, sources: tuple[int, ...], name: str) -> Tensor:
-    """Send a tensor to the ranks that take it, and return the received one, zeros if none."""
-    size, rank = len(sources), _torch.resolve_group(name).rank()
-    send = [int(source == rank) for source in sources]
-    receive = [int(sources[rank] == sender) for sender in range(size)]
-    sent = x.unsqueeze(0) if any(send) else x.new_empty(0, *x.shape)
-    announce("permute", name, sent=x)
-    received = start_exchange(sent, OpContext(size, name), send, receive)()
-    return received.squeeze(0) if any(receive) else torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return LinearMap(run, transpose, len(sources))
 
 
 # --- The exchange of another number of rows with each rank, as tokens go to their experts ---
@@ -185,28 +172,40 @@ def ragged_all_to_all(
         return _exchange_simulated(x, axis, send_counts, receive_counts, size)
     if axis.size > 1 and not axis.name:
         raise missing_group_error(axis.size)
-    send, receive = resolve_counts(x, axis, send_counts, receive_counts, size)
+    is_traced = _torch.is_in_graph() or _torch.is_tracing()
+    if is_traced and isinstance(send_counts, Sequence) and isinstance(receive_counts, Sequence):
+        check_counts(x, axis.size, send_counts, receive_counts, size)
+        send, receive = send_counts, receive_counts
+    elif _torch.is_tracing() and not _torch.is_in_graph():
+        raise RuntimeError(
+            "ragged_all_to_all: the counts come from data, and a recorded graph would keep those of its example: expected "
+            "lists of ints for send_counts and receive_counts; or send the same number of rows to each rank by all_to_all"
+        )
+    else:
+        send, receive = _compare_counts(x, axis, send_counts, receive_counts, size)
     rows = sum(receive) if size is None else size
-    return _exchange_rows(x.view_as(x), tuple(send), tuple(receive), rows, axis.name if axis.size > 1 else "")
+    name = axis.name if axis.size > 1 else ""
+    # a view of x: see _core.ops.apply
+    return _exchange_rows("ragged_all_to_all", x.view_as(x), tuple(send), tuple(receive), rows, name)
 
 
 @_torch.allow_in_graph
-def _exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], size: int, name: str) -> Tensor:
-    return LinearFunction.apply(x, None, _ragged_map(send, receive, len(x), size, name))
+def _exchange_rows(op: str, x: Tensor, send: Sequence[int], receive: Sequence[int], size: int, name: str) -> Tensor:
+    return LinearFunction.apply(x, None, _ragged_map(op, send, receive, len(x), size, name))
 
 
-def _ragged_map(send: Sequence[int], receive: Sequence[int], rows: int, size: int, name: str) -> LinearMap:
+def _ragged_map(op: str, send: Sequence[int], receive: Sequence[int], rows: int, size: int, name: str) -> LinearMap:
     """Return the map from ``rows`` to ``size`` rows on a process group, or on one rank (no name)."""
 
     def run(x: Tensor) -> Tensor:
         if name:
-            announce("ragged_all_to_all", name)
+            announce(op, name, sent=x if op == "permute" else None)  # as large on all ranks
         x = x.narrow(0, 0, sum(send))
         out = start_exchange(x, OpContext(len(send), name), send, receive)() if name else x
         padding = size - sum(receive)
         return torch.cat([out, out.new_zeros(padding, *out.shape[1:])]) if padding else out
 
-    return LinearMap(run, lambda: _ragged_map(receive, send, size, rows, name))
+    return LinearMap(run, lambda: _ragged_map(op, receive, send, size, rows, name))
 
 
 def _exchange_simulated(
@@ -252,22 +251,6 @@ def _require(fits: Tensor, expected: str) -> None:
 # --- Counts of the rows that ranks send each other, which they compare before they send anything ---
 #
 # gloo ends the process where two ranks expect different numbers of bytes of each other, and NCCL waits for ever.
-
-
-def resolve_counts(
-    x: Tensor, axis: ProcessAxis, send: Counts, receive: Counts | None, size: int | None
-) -> tuple[list[int], list[int]]:
-    """Return how many rows this rank sends to each rank, and receives from each; ValueError on all ranks if they differ."""
-    if not isinstance(send, Tensor) and receive is not None and not isinstance(receive, Tensor):
-        if _torch.is_in_graph() or _torch.is_tracing():
-            check_counts(x, axis.size, send, receive, size)
-            return [*send], [*receive]
-    elif not _torch.is_in_graph() and _torch.is_tracing():
-        raise RuntimeError(
-            "ragged_all_to_all: the counts come from data, and a recorded graph would keep those of its example: expected "
-            "lists of ints for send_counts and receive_counts; or send the same number of rows to each rank by all_to_all"
-        )
-    return _compare_counts(x, axis, send, receive, size)
 
 
 def check_counts(x: Tensor, ranks: int, send: Sequence[int], receive: Sequence[int] | None, size: int | None) -> None:

@@ -62,23 +62,18 @@ Reduce = Literal["mean", "sum"]
 """The combination of values over ranks: their mean or their sum."""
 
 
-def _check_reduce(reduce: str) -> str:
-    """Return ``reduce`` if it is "mean" or "sum"; raise ValueError otherwise."""
+def _check_reduce(reduce: str, x: Tensor | None = None) -> str:
+    """Return ``reduce``, "mean" or "sum"; raise TypeError for the mean of an integer or bool tensor."""
     if reduce not in ("mean", "sum"):
         raise ValueError(f"reduce: expected 'mean' or 'sum', got {reduce!r}")
+    if reduce == "mean" and x is not None and not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"a mean over ranks needs a floating point tensor, got {x.dtype}; use reduce='sum'")
     return reduce
 
 
 def make_label(label: str) -> Label | None:
     """Return a label by which ranks compare their collectives first; None without one."""
     return Label(label, check_sequence) if label else None
-
-
-def _check_reducible(reduce: str, x: Tensor) -> str:
-    """Return ``reduce``; raise TypeError for the mean of an integer or bool tensor."""
-    if _check_reduce(reduce) == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(f"a mean over ranks needs a floating point tensor, got {x.dtype}; use reduce='sum'")
-    return reduce
 
 
 def gather_slices(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
@@ -132,7 +127,7 @@ def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", dim: int =
         >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [[2.0], [3.0]]
     """
-    dim, op = check_divisible("reduce_scatter", x, axis, dim), f"scatter_{_check_reducible(reduce, x)}"
+    dim, op = check_divisible("reduce_scatter", x, axis, dim), f"scatter_{_check_reduce(reduce, x)}"
     return apply_along(dim, lambda x: apply(op, x, axis, label=make_label(label)), x)
 
 
@@ -156,7 +151,7 @@ def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
         >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [[2.0, 3.0], [2.0, 3.0]]
     """
-    return apply(f"reduce_{_check_reducible(reduce, x)}", x, axis)
+    return apply(f"reduce_{_check_reduce(reduce, x)}", x, axis)
 
 
 def sum_over(x: Tensor, mesh: Mesh) -> Tensor:
@@ -216,13 +211,13 @@ def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> 
         >>> run(torch.tensor([[1.0, 2.0], [1.0, 2.0]])).tolist()
         [[1.0, 2.0], [1.0, 2.0]]
     """
-    op = f"vary_{_check_reducible(reduce, x)}" if x.is_floating_point() or x.is_complex() else "vary_sum"
+    op = f"vary_{_check_reduce(reduce, x)}" if x.is_floating_point() or x.is_complex() else "vary_sum"
     return apply(op, x, axis, label=make_label(label))
 
 
 def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
     """Return the mean (or sum) over ranks of gradients for one value that is the same on all. Transpose of `vary`."""
-    return apply(f"unvary_{_check_reducible(reduce, x)}", x, axis, label=make_label(label))
+    return apply(f"unvary_{_check_reduce(reduce, x)}", x, axis, label=make_label(label))
 
 
 def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:
