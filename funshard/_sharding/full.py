@@ -165,7 +165,9 @@ def _start_gather(
 
 def _gather_to_first(mesh: Mesh, name: str, names: Names) -> StartStep:
     """Return the function that starts a gather along an axis to its first rank, below autograd, by c10d's own collective."""
-    axis, group = _process_group(mesh, name)
+    axis = mesh[name]
+    assert isinstance(axis, ProcessAxis)
+    group = _torch.resolve_group(axis.name)
 
     def start(x: Tensor, _: Tensor | None) -> PendingResult:
         raw = view_as_bytes(x)
@@ -403,19 +405,19 @@ def scatter_from(full: Mapping[str, Tensor] | None, unit: Unit, spec: PartitionS
     here, want = (dict(zip(mesh.names, rank_coords(mesh, rank), strict=True)) for rank in (None, src))
     rest = list(mesh.names)
     for name in (*unit.distinct_axes, *(n for n in mesh.names if n not in unit.distinct_axes)):
+        axis, split = mesh[name], name in unit.distinct_axes
         rest.remove(name)
-        size, split = mesh[name].size, name in unit.distinct_axes
-        numel = numel // size if split else numel
+        numel = numel // axis.size if split else numel
         # In this step those take part that the source's data has reached, or reaches now: they sit where the source
         # sits on every axis still to come.
-        if size == 1 or any(here[n] != want[n] for n in rest):
+        if not isinstance(axis, ProcessAxis) or axis.size == 1 or any(here[n] != want[n] for n in rest):
             continue
-        _, group = _process_group(mesh, name)
+        group = _torch.resolve_group(axis.name)
         out = torch.empty(numel, dtype=unit.dtype, device=device)
         announce("scatter" if split else "broadcast", group.group_name, f"unit '{unit.key}' over '{name}'", out)
         if split:
             whole = None if buffer is None or here[name] != want[name] else view_as_bytes(buffer)
-            pieces = None if whole is None else list(whole.view(size, len(whole) // size))
+            pieces = None if whole is None else list(whole.view(axis.size, len(whole) // axis.size))
             dist.scatter(view_as_bytes(out), pieces, group=group, group_src=want[name])
         else:
             out = buffer if buffer is not None else out
@@ -423,11 +425,3 @@ def scatter_from(full: Mapping[str, Tensor] | None, unit: Unit, spec: PartitionS
         buffer = out
     assert buffer is not None
     return buffer
-
-
-def _process_group(mesh: Mesh, name: str) -> tuple[ProcessAxis, dist.ProcessGroup]:
-    axis = mesh[name]
-    assert isinstance(axis, ProcessAxis)
-    if not axis.name:
-        raise ValueError(f"axis '{name}' of {axis.size} ranks has no process group: bind the spec with .on(mesh)")
-    return axis, _torch.resolve_group(axis.name)

@@ -329,29 +329,21 @@ def combine(*parts: Mapping[str, Tensor]) -> Params:
 
 def collect_full_params(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Tensor]:
     """Return the whole parameters by name, from a model (detached) or a mapping, after a check that they fit the spec."""
-    if isinstance(model_or_params, nn.Module):
-        return _collect_from_model(model_or_params, spec)
-    check_full(model_or_params, spec, whole=True)
-    return dict(model_or_params)
-
-
-def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tensor]:
-    for path, module in model.named_modules():
+    if not isinstance(model_or_params, nn.Module):
+        check_full(model_or_params, spec, whole=True)
+        return dict(model_or_params)
+    for path, module in model_or_params.named_modules():
         check_not_compiled(path, module)
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named = dict(model_or_params.named_parameters(remove_duplicate=False))
     check_param_classes({name: named[name] for name in spec.by_name if name in named})
-    for name, (unit, param) in spec.by_name.items():
-        if name not in named:
-            raise ValueError(f"parameter '{name}' of unit '{unit.key}' is not in the model: was it changed after the spec?")
-        if named[name].dtype != param.dtype:
-            raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected {param.dtype}, got {named[name].dtype}")
-        if named[name] is not named.get(param.name):
-            raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected it tied to '{param.name}', got two tensors")
-    ignored = {id(named.get(name)) for name in spec.ignored}
     full = {name: tensor.detach() for name, tensor in named.items()}
-    check_full(
-        {name: x for name, x in full.items() if name in spec.by_name or id(named[name]) not in ignored}, spec, whole=True
-    )
+    ignored = {id(named.get(name)) for name in spec.ignored}
+    check_full({name: full[name] for name in full if name in spec.by_name or id(named[name]) not in ignored}, spec, whole=True)
+    for name, (unit, param) in spec.by_name.items():
+        if named[param.name].dtype != param.dtype:
+            raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected {param.dtype}, got {named[name].dtype}")
+        if named.get(name) is not named[param.name]:
+            raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected it tied to '{param.name}', got two tensors")
     return full
 
 

@@ -327,7 +327,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
     "dtype": (lambda m: m[1].bfloat16(), r"'1\.bias' of unit '1': expected torch\.float32, got torch\.bfloat16"),
     "missing": (
         lambda m: m.__setitem__(1, nn.Linear(5, 7, bias=False)),
-        r"'1\.bias' of unit '1' is not in the model: was it changed after the spec\?",
+        r"'1\.bias' of unit '1' is missing: expected \[7\], got none",
     ),
     "new": (
         lambda m: m[1].register_parameter("scale", nn.Parameter(torch.ones(7))),
