@@ -141,15 +141,14 @@ def rank_coords(mesh: Mesh, rank: int | None) -> tuple[int, ...]:
         ValueError: Where there is no such rank, or where it is not known which rank this is.
     """
     sizes = [axis.size for _, axis in mesh.axes]
+    ranks = torch.Size(sizes).numel()
     if rank is None:
         own = tuple(axis.rank for _, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.rank is not None)
         if len(own) < len(sizes):
-            raise ValueError(
-                f"a mesh of sizes {sizes} does not know its rank: expected rank=0..{torch.Size(sizes).numel() - 1}"
-            )
+            raise ValueError(f"a mesh of sizes {sizes} does not know its rank: expected rank=0..{ranks - 1}")
         return own
-    if not 0 <= rank < torch.Size(sizes).numel():
-        raise ValueError(f"rank {rank} is not on the mesh of sizes {sizes}: expected 0..{torch.Size(sizes).numel() - 1}")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} is not on the mesh of sizes {sizes}: expected 0..{ranks - 1}")
     out: list[int] = []
     for size in reversed(sizes):
         rank, at = divmod(rank, size)

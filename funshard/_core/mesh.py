@@ -226,7 +226,6 @@ class Mesh:
 
 
 def _to_axis(name: object, axis: object) -> Axis:
-    """Return an axis as it is, or one that is only a size."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"mesh: expected axis names, got {name!r}")
     if isinstance(axis, ProcessAxis | Simulated):

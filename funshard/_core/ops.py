@@ -210,7 +210,6 @@ def _sum_to(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
 
 
 def _sum_to_stack(x: Tensor, root: int) -> Tensor:
-    """Return the sum at the root, zeros on the other stacked ranks."""
     is_root = (torch.arange(len(x), device=x.device) == root).view(-1, *(1,) * (x.dim() - 1))
     return torch.where(is_root, x.sum(0, keepdim=True, dtype=x.dtype), 0)
 
@@ -239,7 +238,6 @@ def start_exchange(x: Tensor, context: OpContext, send: Sequence[int], receive: 
 
 
 def _slice(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
-    """Return a copy of this rank's part; no rank sends."""
     n = len(x) // context.size
     return PendingResult((), lambda: x.narrow(0, context.root * n, n).clone())
 

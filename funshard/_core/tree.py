@@ -209,7 +209,19 @@ def module_tree(model: nn.Module | ModuleTree) -> ModuleTree:
         raise TypeError(f"module_tree: expected an nn.Module, got {type(model).__name__}")
     paths: dict[nn.Module, list[str]] = {}
     names: dict[torch.Tensor, list[str]] = {}
-    _collect_names(model, "", (), paths, names)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if any(is_within(path, around) for around in paths.get(module, ())):
+            raise ValueError(f"module '{path}' contains itself: expected a tree of modules")
+        check_not_compiled(path, module)
+        paths.setdefault(module, []).append(path)
+        for name, param in module._parameters.items():
+            if param is not None and is_lazy(param):
+                raise ValueError(
+                    f"parameter '{join_path(path, name)}' is lazy: expected a shape, got none yet; "
+                    "run the module once to give it one"
+                )
+            if param is not None:
+                names.setdefault(param, []).append(join_path(path, name))
     infos = {tensor: _describe_param(tensor, fqns) for tensor, fqns in names.items()}
     return _build_node(model, paths, infos, set())
 
@@ -224,31 +236,6 @@ def _build_node(
     own = tuple(infos[p] for p in module._parameters.values() if p is not None)
     children = tuple(_build_node(c, paths, infos, seen) for c in module._modules.values() if c is not None and c not in seen)
     return ModuleTree(first, type(module), own, children, tuple(rest), module=module)
-
-
-def _collect_names(
-    module: nn.Module,
-    path: str,
-    above: tuple[nn.Module, ...],
-    paths: dict[nn.Module, list[str]],
-    names: dict[torch.Tensor, list[str]],
-) -> None:
-    """Collect every path of each module and name of each parameter; refuse cycles, and compiled and lazy modules."""
-    if module in above:
-        raise ValueError(f"module '{path}' contains itself: expected a tree of modules")
-    check_not_compiled(path, module)
-    paths.setdefault(module, []).append(path)
-    for name, param in module._parameters.items():
-        if param is not None:
-            if is_lazy(param):
-                raise ValueError(
-                    f"parameter '{join_path(path, name)}' is lazy: expected a shape, got none yet; "
-                    "run the module once to give it one"
-                )
-            names.setdefault(param, []).append(join_path(path, name))
-    for name, child in module._modules.items():
-        if child is not None:
-            _collect_names(child, join_path(path, name), (*above, module), paths, names)
 
 
 def check_not_compiled(path: str, module: nn.Module, *, in_place: bool = False) -> None:
