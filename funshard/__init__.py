@@ -67,8 +67,7 @@ from ._core.tree import ModuleTree, Param, module_tree
 from ._core.unit import P, Unit
 from ._gone import raise_gone as _raise_gone
 from ._sharding.full import stream_full
-from ._sharding.grads import reduce_grads, weight_share
-from ._sharding.sharding import combine, partition, reshard, shard, unshard
+from ._sharding.sharding import combine, partition, reduce_grads, reshard, shard, unshard, weight_share
 from ._sharding.skeleton import skeleton
 from ._slices.pieces import param_views
 from ._spec.codec import Codec

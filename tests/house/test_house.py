@@ -133,7 +133,7 @@ def test_files_are_short() -> None:
 BUDGETS = {
     "_call": 3350, "_compiled": 925, "_core": 2475, "_init": 450, "_plan": 1300, "_sharding": 1150, "_slices": 475,
     "_spec": 1025, "_steps": 950, "_torch": 1975, "_transforms": 3175, "_wire": 1775, "checkpoint": 2900,
-    "codecs": 350, "collectives": 1525, "compress": 475, "curvature": 675, "data": 225, "optim": 3700, "policies": 425,
+    "codecs": 350, "collectives": 1525, "compress": 475, "curvature": 675, "data": 225, "optim": 3700,
     "testing": 625,
 }  # fmt: skip
 """The most lines of each folder. They may only be lowered: the house is to have 31,000 lines, then 27,000."""

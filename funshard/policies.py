@@ -1,4 +1,4 @@
-"""Policies that select modules by size, by path or by a function, and policies made of policies."""
+"""Policies: pure functions from a module pytree to a partition spec, some of which are made of others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._core.policies import SHARD, NamedPolicy, Policy, build, build_with_leftovers, check_classes, check_p
-from .._core.spec import PartitionSpec
-from .._core.tree import ModuleTree, Param, natural_key
-from .._core.unit import P
-from .._spec.precision import Precision
-from .._torch.modules import BatchNorm
+from ._core.policies import SHARD, NamedPolicy, Policy, build, build_with_leftovers, by_type, check_classes, check_p, whole
+from ._core.spec import PartitionSpec
+from ._core.tree import ModuleTree, Param, natural_key
+from ._core.unit import P
+from ._gone import raise_gone
+from ._spec.precision import Precision
+from ._torch.modules import BatchNorm
+
+__all__ = [
+    "Policy", "always", "by_group", "by_path", "by_size", "by_type", "custom", "full_precision", "ignoring", "override",
+    "whole",
+]  # fmt: skip
+
+__getattr__ = raise_gone(__name__)
 
 
 def always(p: P = SHARD) -> Policy:
@@ -134,14 +142,14 @@ def _select_custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P, no
         raise type(error)(f"custom: module '{node.path}': {error}") from None
 
 
-def matches_path(pattern: list[str], path: list[str]) -> bool:
+def _matches_path(pattern: list[str], path: list[str]) -> bool:
     """Return whether a pattern matches a path: ``*`` matches within a component, ``**`` any number of them."""
     if not pattern:
         return not path
     if pattern[0] == "**":
-        return any(matches_path(pattern[1:], path[i:]) for i in range(len(path) + 1))
+        return any(_matches_path(pattern[1:], path[i:]) for i in range(len(path) + 1))
     fits = bool(path) and (path[0] == pattern[0] or fnmatch.fnmatchcase(path[0], pattern[0]))
-    return fits and matches_path(pattern[1:], path[1:])
+    return fits and _matches_path(pattern[1:], path[1:])
 
 
 def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
@@ -179,7 +187,7 @@ def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
 def _build_by_path(tree: ModuleTree, patterns: Mapping[str, P], p: P) -> PartitionSpec:
     best: dict[str, tuple[int, str]] = {}
     for pattern, value in patterns.items():
-        hits = [path for path in tree.canonical if matches_path(pattern.split("."), path.split("."))]
+        hits = [path for path in tree.canonical if _matches_path(pattern.split("."), path.split("."))]
         if not hits:
             near = difflib.get_close_matches(pattern, tree.canonical, 3, 0.3) or list(tree.canonical)[:8]
             raise ValueError(f"by_path: pattern '{pattern}' matches no module: expected a path such as {near}")
@@ -200,7 +208,7 @@ def _build_by_path(tree: ModuleTree, patterns: Mapping[str, P], p: P) -> Partiti
 # --- Policies that take something out of another: parameters that are ignored, classes in full precision ---
 
 
-def drop_ignored(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
+def _drop_ignored(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
     """Return the tree without the parameters that any of the specs ignores."""
     names = {name for spec in specs for name in spec.ignored}
     return tree.without(lambda node: False, lambda param: param.name in names) if names else tree
@@ -228,7 +236,7 @@ def ignoring(
         >>> fs.policies.ignoring(fs.policies.whole(), modules=["0"])(model).ignored
         ('0.bias', '0.weight')
     """
-    module_items, param_items = check_modules("ignoring", modules), items_to_list("ignoring: params", params)
+    module_items, param_items = _check_modules("ignoring", modules), _items_to_list("ignoring: params", params)
     for item in param_items:
         if not isinstance(item, str | nn.Parameter):
             raise TypeError(f"ignoring: params: expected name patterns or parameters, got {type(item).__name__}")
@@ -236,7 +244,7 @@ def ignoring(
 
 
 def _build_ignoring(tree: ModuleTree, policy: Policy, modules: list[object], params: list[object]) -> PartitionSpec:
-    gone, names = {node.path for node in find_matching("ignoring: modules", modules, [*tree.nodes()])}, set[str]()
+    gone, names = {node.path for node in _find_matching("ignoring: modules", modules, [*tree.nodes()])}, set[str]()
     for item in params:
         names |= (found := {p.name for node in tree.nodes() for p in node.params if _matches_param(item, p, node)})
         if not found:
@@ -248,7 +256,7 @@ def _build_ignoring(tree: ModuleTree, policy: Policy, modules: list[object], par
 
 def _matches_param(item: object, param: Param, owner: ModuleTree) -> bool:
     if isinstance(item, str):
-        return any(matches_path(item.split("."), name.split(".")) for name in param.names)
+        return any(_matches_path(item.split("."), name.split(".")) for name in param.names)
     own = owner.module._parameters
     return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
 
@@ -278,7 +286,7 @@ def _build_full_precision(tree: ModuleTree, policy: Policy, *classes: type[nn.Mo
     full = Precision(param=torch.float32, restore_outputs=True)
     spec = policy(tree)
     chosen = dict(spec.selected)
-    kept = drop_ignored(tree, [spec])
+    kept = _drop_ignored(tree, [spec])
     before = {"": spec.root, **chosen}
     for node in kept.nodes():
         if issubclass(node.cls, classes or BatchNorm):
@@ -309,7 +317,7 @@ def override(base: Policy, extra: Policy) -> Policy:
 
 def _build_override(tree: ModuleTree, base: Policy, extra: Policy) -> PartitionSpec:
     first, second = base(tree), extra(tree)
-    return build(drop_ignored(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
+    return build(_drop_ignored(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
 
 
 # --- by_group: units of several modules ---
@@ -338,7 +346,7 @@ def by_group(modules: Iterable[str | nn.Module | type[nn.Module]], *, size: int 
         >>> [unit.key for unit in fs.policies.by_group([torch.nn.Linear], size=2)(model)]
         ['0+1', '2+3', '4']
     """
-    items = check_modules("by_group", modules)
+    items = _check_modules("by_group", modules)
     check_p("by_group", p)
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"by_group: size: expected a whole number of modules, at least 1, got {size!r}")
@@ -347,7 +355,7 @@ def by_group(modules: Iterable[str | nn.Module | type[nn.Module]], *, size: int 
 
 def _build_groups(tree: ModuleTree, items: list[object], p: P, size: int | None) -> PartitionSpec:
     # the root is beside no other module
-    matched = find_matching("by_group", items, [node for node in tree.nodes() if node is not tree])
+    matched = _find_matching("by_group", items, [node for node in tree.nodes() if node is not tree])
     siblings: dict[str, list[str]] = {}
     for node in sorted(matched, key=lambda node: min(map(natural_key, node.names))):
         siblings.setdefault("" if size is None else node.path.rpartition(".")[0], []).append(node.path)
@@ -359,23 +367,23 @@ def _build_groups(tree: ModuleTree, items: list[object], p: P, size: int | None)
     return build_with_leftovers(tree, chosen, p)
 
 
-def items_to_list(what: str, items: object) -> list[object]:
+def _items_to_list(what: str, items: object) -> list[object]:
     """Return the items as a list; raise TypeError for a string, or anything that is not iterable."""
     if isinstance(items, str) or not isinstance(items, Iterable):
         raise TypeError(f"{what}: expected an iterable, got {type(items).__name__}; put it in a list")
     return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
-def check_modules(policy: str, modules: object) -> list[object]:
+def _check_modules(policy: str, modules: object) -> list[object]:
     """Return the items as a list; raise TypeError unless they are path patterns, module classes or modules."""
-    items = items_to_list(f"{policy}: modules", modules)
+    items = _items_to_list(f"{policy}: modules", modules)
     for item in items:
         if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
             raise TypeError(f"{policy}: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
     return items
 
 
-def find_matching(what: str, items: Iterable[object], nodes: list[ModuleTree]) -> list[ModuleTree]:
+def _find_matching(what: str, items: Iterable[object], nodes: list[ModuleTree]) -> list[ModuleTree]:
     """Return the modules that some item selects; raise ValueError, which says what it is for, for an item without any."""
     for item in items:
         if not any(_matches_module(item, node) for node in nodes):
@@ -386,5 +394,5 @@ def find_matching(what: str, items: Iterable[object], nodes: list[ModuleTree]) -
 def _matches_module(item: object, node: ModuleTree) -> bool:
     """Return whether an item selects a module: a pattern of its path, its class or a base class, or the module itself."""
     if isinstance(item, str):
-        return any(matches_path(item.split("."), path.split(".")) for path in node.names)
+        return any(_matches_path(item.split("."), path.split(".")) for path in node.names)
     return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
