@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def abridge(paths: Mapping[str, object], most: int = 8) -> str:
+def abridge(paths: Collection[object], most: int = 8) -> str:
     """Format the first few paths for an error message."""
     names = [repr(path) for path in paths]
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.ops import RankError, listen
+from .._core.spec import abridge
 from .._torch import TORCH_FOLDER, is_compiler_file
 from ._agree import is_comparable
 
@@ -72,12 +73,6 @@ def _main_lines() -> list[tuple[CodeType, int]]:
 def _find_user_line() -> str:
     """Return the line that this thread runs for the user, or the main thread: threads of autograd have no user code below."""
     return _describe_line(_walk(sys._getframe(1)), "") or _describe_line(_main_lines())
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as words, such as "rank 1" or "ranks 0, 2"; many are abridged."""
-    shown = ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)})" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 # --- One process's part in the check ---
@@ -173,7 +168,7 @@ class Monitor:
                     self._store.delete_key(f"{prefix}/{number - _LAG}{name}")
             if other != what:
                 each = "; ".join(f"rank {at} {text}" for at, text in sorted([(rank, its_goal), (self.rank, goal)]))
-                where = f"collective {number} of {_name_ranks(ranks)}"
+                where = f"collective {number} of ranks {abridge(ranks)}"
                 decide(self._store, key, f"fs.check: ranks disagree on {where}. Each was about to start: {each}")
             error = self._wait(key, goal, ranks)
         except RuntimeError as lost:
