@@ -216,6 +216,8 @@ def split_pieces(whole: Tensor, local: LocalDims, sizes: Mapping[str, int]) -> l
 
 def unflatten_global(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[Tensor]:
     """Return the global parameters of a unit from its global buffer: views where it has no local axes."""
+    if not unit.local_axes:
+        return unflatten_unit(buffer, unit)
     sizes, pieces = dict(mesh.sizes), split_global(buffer, unit, mesh)
     return [join_pieces(views, param.local, sizes) for views, param in zip(pieces, unit.params, strict=True)]
 
