@@ -11,11 +11,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
-from .._core.tree import ModuleTree, join_path, module_tree
+from .._core.tree import join_path, module_tree
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -35,7 +34,7 @@ def skeleton(model: M) -> M:
 
     Raises:
         TypeError: For a ScriptModule, a compiled module, a parameter of another type than nn.Parameter, and for what cannot be
-            copied, naming the module.
+            copied, such as a torch.fx.GraphModule, naming the module.
         ValueError: For a hook or forward that holds a module or a parameter of the model, which a copy would share, and for a
             buffer or another tensor of a module that is in a parameter's memory.
 
@@ -82,14 +81,11 @@ def skeleton(model: M) -> M:
     except Exception as error:
         why = f"{type(error).__name__}: {_torch.error_text(error)}"
         raise TypeError(f"skeleton: {type(model).__name__} cannot be copied: {why}") from error
-    for module, copied in zip(model.modules(), bare.modules(), strict=False):
-        for name, value in vars(module).items() if isinstance(module, GraphModule) else ():  # which copies no hooks of forward
-            if name not in vars(copied) or (isinstance(value, dict) and len(value) != len(vars(copied)[name])):
-                vars(copied)[name] = copy.deepcopy(value, memo)
-    is_equal = _structure(module_tree(bare)) == _structure(tree)
-    if not is_equal or not all(p.is_meta for p in bare.parameters()) or {*map(id, bare.modules())} & inside:
+    # a torch.fx.GraphModule gives each copy a class of its own, and drops hooks and attributes
+    if module_tree(bare) != tree or not all(p.is_meta for p in bare.parameters()) or {*map(id, bare.modules())} & inside:
         raise TypeError(
-            f"skeleton: {type(model).__name__} does not copy as it is: expected a plain copy.deepcopy of its modules"
+            f"skeleton: {type(model).__name__} does not copy as it is: expected a plain copy.deepcopy of its modules, which no "
+            "torch.fx.GraphModule has; keep the model"
         )
     for module, copied in zip(model.modules(), bare.modules(), strict=True):
         if module._compiled_call_impl is not None:  # for its options: a call compiles the units itself
@@ -98,11 +94,6 @@ def skeleton(model: M) -> M:
         bare.register_forward_pre_hook(_forbid_direct_call, with_kwargs=True)
     _SKELETONS.add(bare)
     return bare
-
-
-def _structure(tree: ModuleTree) -> list[tuple[object, ...]]:
-    """Return the nodes of a tree to be compared: every torch.fx.GraphModule, and every copy of one, has its own class."""
-    return [(node.names, node.params, GraphModule if issubclass(node.cls, GraphModule) else node.cls) for node in tree.nodes()]
 
 
 def _forbid_direct_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
