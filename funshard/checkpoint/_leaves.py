@@ -6,7 +6,7 @@ import math
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,12 +104,6 @@ def check_tiles(shape: Sequence[int], pieces: Iterable[Box]) -> None:
         raise ValueError("its pieces overlap")
 
 
-def split_range(begin: int, end: int, itemsize: int) -> list[tuple[int, int]]:
-    """Return a range of elements as ranges of at most `MAX_BOX_BYTES` bytes."""
-    step = max(MAX_BOX_BYTES // itemsize, 1)
-    return [(at, min(at + step, end)) for at in range(begin, end, step)] or [(begin, end)]
-
-
 class TensorRange(NamedTuple):
     """A range of a stored tensor, or of a box in it, in its memory order, and the place of its elements in a rank's tensor."""
 
@@ -130,12 +124,19 @@ class TensorRange(NamedTuple):
     box: Box | None = None
     """The box whose elements ``begin`` counts: a rank's piece of a parameter over local axes. None for the whole tensor."""
 
-    def iter_boxes(self, data: Tensor, begin: int, end: int) -> Iterator[tuple[Box, Tensor]]:
-        """Yield elements ``begin`` to ``end`` as boxes of the tensor, with views of ``data``, which has those of the range."""
+    def split(self, data: Tensor) -> Iterator[tuple[TensorRange, Tensor]]:
+        """Yield the range, whose elements ``data`` has, as ranges of at most `MAX_BOX_BYTES` bytes with theirs."""
+        step = max(MAX_BOX_BYTES // data.itemsize, 1)
+        for at in range(0, self.numel, step) or (0,):
+            elements = data[at : min(at + step, self.numel)]
+            yield self._replace(begin=self.begin + at, numel=len(elements)), elements
+
+    def iter_boxes(self, data: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the range as boxes of the tensor, with views of ``data``, which has its elements."""
         start, sizes = self.box or Box((0,) * len(self.shape), self.shape)
         back = [self.order.index(d) for d in range(len(self.order))]
-        at = begin - self.begin
-        for box in range_to_boxes([sizes[d] for d in self.order], begin, end):
+        at = 0
+        for box in range_to_boxes([sizes[d] for d in self.order], self.begin, self.begin + self.numel):
             view = data[at : at + box.numel].view(box.sizes).permute(back)
             offsets = tuple(first + box.offsets[d] for first, d in zip(start, back, strict=True))
             yield Box(offsets, tuple(box.sizes[d] for d in back)), view
@@ -206,6 +207,13 @@ class TensorLeaf:
         flat = flat.expand(len(self.names)) if self.kind == NUMBER else flat
         for part in self.ranges:
             yield part, flat[part.low : part.low + part.numel]
+
+    def fill(self, memory: Tensor, read: Callable[[tuple[str, ...], Box], Tensor | None]) -> None:
+        """Fill memory with what ``read`` returns for the names of a stored tensor and a box of it; None leaves it as it is."""
+        for part, data in self.divide(memory):
+            for box, view in part.iter_boxes(data) if part.numel else ():
+                if (values := read(part.names, box)) is not None:
+                    view.copy_(values)
 
     def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
         """Return as a state has it what was read into memory: a slice encoded, and on the device or host where it is kept."""

@@ -290,7 +290,7 @@ def _parse_numbers(found: Any, length: int) -> tuple[int, ...]:
 
 def plan_reads(part: TensorRange, data: Tensor, stored: Iterable[Box]) -> Iterator[tuple[Box, tuple[slice, ...], Tensor]]:
     """Yield the stored boxes that overlap with a range, the place of the overlap in each, and the memory for it."""
-    for box, view in part.iter_boxes(data, part.begin, part.begin + part.numel):
+    for box, view in part.iter_boxes(data):
         for other in stored:
             begins = [*map(max, box.offsets, other.offsets)]
             ends = [min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)]

@@ -194,9 +194,7 @@ def _read_leaf(leaf: Any, initial: Tensor, states: Mapping[str, Mapping[str, Any
                     f"{value.dtype}{hint}"
                 )
             values[own] = value
-    for part, data in leaf.divide(memory):
-        for box, view in part.iter_boxes(data, part.begin, part.begin + part.numel) if part.names[0] in values else ():
-            view.copy_(values[part.names[0]][box.slices])
+    leaf.fill(memory, lambda names, box: values[names[0]][box.slices] if names[0] in values else None)
     return memory if initial.dim() else leaf.to_state(memory, spec)
 
 

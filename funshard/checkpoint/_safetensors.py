@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import reprlib
 from collections.abc import Callable, Mapping
@@ -104,7 +105,7 @@ def export(
     target = Path(path).absolute()
     header = {"format": "pt", **(metadata or {})}
 
-    def plan() -> dict[str, str]:
+    def plan() -> tuple[list[dict[str, str]], int]:
         _import_safetensors()
         if ranks.rank == 0:
             _check_target(target)
@@ -117,90 +118,64 @@ def export(
             raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
         if wrong := next((key for key, value in header.items() if not isinstance(value, str)), None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"metadata '{wrong}': expected a string, got {type(header[wrong]).__name__}")
-        return _find_names(params, spec, dtype, dict(buffers or {}), rename or str)
+        return _plan_files(params, spec, dtype, dict(buffers or {}), rename or str, shard_bytes)
 
-    names = ranks.run(plan, "checkpoint.export")
+    files, total_size = ranks.run(plan, "checkpoint.export")
     if has_peers(spec.bound_mesh):
         check_ranks_agree(
             spec, asked=tuple(f"shard of unit '{key}' {params[key].dtype}" for key in spec.by_key if key in params)
         )
     if dry_run:
         return target
-    writer = _FileWriter(target, names, shard_bytes, dtype, header)
+    n, is_new, tensors = len(files), not target.exists(), dict[str, Tensor]()
+    paths = [target / (SINGLE if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors") for i in range(n)]
+    planned = dict(zip(paths, files, strict=True))
+
+    def add(more: Mapping[str, Tensor]) -> None:
+        tensors.update(more)
+        for path in [path for path, names in planned.items() if names.keys() <= tensors.keys()]:
+            found = {new: tensors.pop(name) for name, new in planned.pop(path).items()}
+            _write_file(path, {new: x.to("cpu", find_result_dtype(x.dtype, dtype)) for new, x in found.items()}, header)
+
+    def finish() -> None:
+        add(_unsharded_tensors(params, spec, buffers or {}))
+        if n > 1:  # the index comes last: without it nobody reads several files
+            weights = {new: path.name for path, names in zip(paths, files, strict=True) for new in names.values()}
+            index = {"metadata": {"total_size": total_size}, "weight_map": weights}
+            _directory.replace(target / INDEX, json.dumps(index, indent=2).encode(), "")
+        flush(target)
+        flush(target.parent)
+
     try:
         with torch.no_grad():
             for unit in spec:
                 full = _gather(params, unit, spec, dtype)
-                ranks.run_on_first(lambda full=full: writer.add(full), "checkpoint.export")
+                ranks.run_on_first(lambda full=full: add(full), "checkpoint.export")
                 del full  # before the next unit is gathered
-            extra = _unsharded_tensors(params, spec, buffers or {})
-            ranks.run_on_first(lambda: writer.finish(extra), "checkpoint.export")
+            ranks.run_on_first(finish, "checkpoint.export")
     except BaseException:
-        writer.abandon()
+        if ranks.rank == 0:
+            for path in (*paths, target / INDEX):
+                _directory.remove(path)
+                _directory.remove(_partial(path))
+            with suppress(OSError):  # as where another one has put something there
+                if is_new:
+                    target.rmdir()
         raise
     LOGGER.info("checkpoint.export: %s is complete", target)
     return target
 
 
-class _FileWriter:
-    """A writer of files on the first rank, each of at most so many bytes or of one tensor. `finish` gives them their names."""
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
 
-    def __init__(
-        self, target: Path, names: dict[str, str], shard_bytes: int, dtype: torch.dtype | None, header: dict[str, str]
-    ) -> None:
-        self._target, self._names, self._dtype, self._header = target, names, dtype, header
-        self._shard_bytes, self._is_new = shard_bytes, not target.exists()
-        self._tensors: dict[str, Tensor] = {}
-        self._files: list[dict[str, int]] = []
-        """The bytes of each file's tensors, by name."""
-        self._paths: list[Path] = []
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors by name in the model."""
-        for name, tensor in tensors.items():
-            tensor = tensor.to("cpu", find_result_dtype(tensor.dtype, self._dtype)).contiguous()
-            if self._tensors and sum(x.nbytes for x in (tensor, *self._tensors.values())) > self._shard_bytes:
-                self._write()
-            self._tensors[self._names[name]] = tensor
-            if sum(x.nbytes for x in self._tensors.values()) >= self._shard_bytes:
-                self._write()
-
-    def _write(self) -> None:
-        self._target.mkdir(parents=True, exist_ok=True)
-        path = self._target / f"{len(self._files)}.partial"
-        self._paths.append(path)
-        _import_safetensors().torch.save_file(self._tensors, path, self._header)
-        flush(path)
-        self._files.append({name: tensor.nbytes for name, tensor in self._tensors.items()})
-        self._tensors = {}
-
-    def finish(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add the last tensors. The index comes last: without it nobody reads several files."""
-        self.add(tensors)
-        if self._tensors or not self._files:
-            self._write()
-        n = len(self._files)
-        weights: dict[str, str] = {}
-        for i, written in enumerate(self._files):
-            name = SINGLE if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors"
-            self._paths.append(self._target / name)
-            os.replace(self._target / f"{i}.partial", self._target / name)
-            weights |= dict.fromkeys(written, name)
-        if n > 1:
-            self._paths.append(self._target / INDEX)
-            total = sum(nbytes for written in self._files for nbytes in written.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weights}
-            _directory.replace(self._target / INDEX, json.dumps(index, indent=2).encode(), "")
-        flush(self._target)
-        flush(self._target.parent)
-
-    def abandon(self) -> None:
-        """Remove what was written."""
-        for path in self._paths:
-            _directory.remove(path)
-        with suppress(OSError):  # as where another one has put something there
-            if self._is_new and self._paths:
-                self._target.rmdir()
+def _write_file(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    _import_safetensors().torch.save_file(contiguous, _partial(path), header)
+    flush(_partial(path))
+    os.replace(_partial(path), path)
 
 
 def _check_target(target: Path) -> None:
@@ -211,31 +186,45 @@ def _check_target(target: Path) -> None:
         raise PermissionError(f"{target}: expected a place to write to, and '{parent}' is none")
 
 
-def _find_names(
-    params: Mapping[str, Tensor], spec: PartitionSpec, dtype: torch.dtype | None, buffers: Params, rename: Callable[[str], str]
-) -> dict[str, str]:
-    """Return the names in the files by the names in the model. Raises an error for what the files cannot hold."""
+def _plan_files(
+    params: Mapping[str, Tensor],
+    spec: PartitionSpec,
+    dtype: torch.dtype | None,
+    buffers: Params,
+    rename: Callable[[str], str],
+    shard_bytes: int,
+) -> tuple[list[dict[str, str]], int]:
+    """Return for each file the names in it by those in the model, and all bytes. Raises an error for what files cannot hold."""
+    files: list[dict[str, str]] = [{}]
     seen: dict[str, str] = {}
+    total = begin = 0
 
-    def add(name: str, own: torch.dtype) -> None:
+    def add(name: str, own: torch.dtype, numel: int) -> None:
+        nonlocal total, begin
         if (stored := find_result_dtype(own, dtype)) not in DTYPES.values():
             raise ValueError(f"'{name}': expected a dtype that safetensors has, got {stored}")
         if (new := rename(name)) in seen:
             raise ValueError(f"'{name}' and '{seen[new]}' would both be '{new}' in the files: expected one name for each")
         seen[new] = name
+        end = total + numel * stored.itemsize
+        if files[-1] and end - begin > shard_bytes:
+            files.append({})
+            begin = total
+        files[-1][name], total = new, end
 
     for unit in spec:
         full = find_full_params(params, unit, dict(spec.bound_mesh.sizes))
         for i, param in enumerate(unit.params):
             tensor = params[unit.key] if full is None else full[i]
             check_storable(tensor, f"parameter '{param.name}'")
-            add(param.name, unit.dtype if full is None and unit.is_encoded else tensor.dtype)
+            own = unit.dtype if full is None and unit.is_encoded else tensor.dtype
+            add(param.name, own, math.prod(global_shape(param, dict(spec.bound_mesh.sizes))))
     for name, tensor in _unsharded_tensors(params, spec, buffers).items():
         if name in spec.by_name:
             raise ValueError(f"buffers: '{name}' is a parameter of the spec: expected others")
         check_storable(tensor, f"'{name}'")
-        add(name, tensor.dtype)
-    return {name: new for new, name in seen.items()}
+        add(name, tensor.dtype, tensor.numel())
+    return files, total
 
 
 def _unsharded_tensors(params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -394,8 +383,5 @@ def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpe
     names = tuple(param.names for param in unit.params)
     leaf = slice_leaf(names, unit.dtype, unit, spec, is_encoded=unit.is_encoded)
     memory = leaf.allocate()
-    for part, data in leaf.divide(memory):
-        tensor = next(stored[name] for name in part.names if name in stored)
-        for box, view in part.iter_boxes(data, part.begin, part.begin + part.numel) if part.numel else ():
-            view.copy_(tensor.read(box))
+    leaf.fill(memory, lambda names, box: next(stored[name] for name in names if name in stored).read(box))
     return leaf.to_state(memory, spec)

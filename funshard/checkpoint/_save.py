@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import functools
 import json
 import os
 import pickle
 import sys
 import threading
 import traceback
+import types
 import uuid
 import warnings
 from collections import Counter, defaultdict
@@ -34,9 +35,9 @@ from .._sharding.sharding import hash_bits
 from .._spec.codec import storage_codec
 from .._torch.tracing import LOGGER, phase
 from . import _directory
-from ._directory import AnyPath, CheckpointError, SavedError, Target, open_path
-from ._leaves import COMMON, NUMBER, SLICE, Box, Leaf, TensorRange, ValueLeaf, check_storable, check_tiles, split_range
-from ._ranks import TIMEOUT, Ranks, connect_ranks
+from ._directory import AnyPath, CheckpointError, Target, open_path
+from ._leaves import COMMON, NUMBER, SLICE, Box, TensorRange, ValueLeaf, check_storable, check_tiles
+from ._ranks import TIMEOUT, connect_ranks
 from ._tree import Description
 
 
@@ -66,23 +67,13 @@ class Saving:
         try:
             self._ended.set_result(write())
         except BaseException as error:
+            print(f"checkpoint.save: {self.path}: the save ended with an error:", file=sys.stderr)
+            traceback.print_exception(error)
             self._ended.set_exception(error)
-            if not threading.main_thread().is_alive():  # the exit handler may have run before
-                _print_unclaimed_errors()
 
 
 _pending: set[Saving] = set()
 """The asynchronous saves that nothing has waited for."""
-
-
-@atexit.register
-def _print_unclaimed_errors() -> None:
-    for saving in [saving for saving in _pending if saving.done()]:
-        _pending.discard(saving)
-        if error := saving._ended.exception():
-            ended = "is there, after an error" if isinstance(error, SavedError) else "was not saved"
-            print(f"checkpoint.save: {saving.path} {ended}:", file=sys.stderr)
-            traceback.print_exception(error)
 
 
 def save(
@@ -126,12 +117,13 @@ def save(
     saving = Saving(target)
     undo = contextlib.ExitStack()  # called if the save fails
 
-    def begin() -> tuple[tuple[_StateSummary, RangeWriter, Target | None], Any]:
+    def begin() -> tuple[tuple[Description, RangeWriter, Target | None], Any]:
         for earlier in list(_pending):
             earlier.wait()
-        with phase("checkpoint plan"):
-            summary, place = _StateSummary(state, spec, ranks), None
-            writer = RangeWriter(summary.ranges)
+        with phase("checkpoint plan"), torch.no_grad():
+            tree, place = Description(state, spec), None
+            ranges, texts = _summarize(tree, spec, ranks.size)
+            writer = RangeWriter(ranges)
             undo.callback(writer.release)
             if ranks.rank == 0:
                 place = Target(target, ranks.name)
@@ -139,17 +131,23 @@ def save(
         if asynchronous:
             with phase("checkpoint copy"):
                 writer.stage()
-        return (summary, writer, place), (summary.common, summary.per_rank, summary.replicas)
+        return (tree, writer, place), (texts, [leaf.data["values"][0] for leaf in tree.per_rank_values])
+
+    def compare(found: list[Any]) -> list[Any]:
+        every, per_rank = zip(*found, strict=True)
+        _compare_texts([*every])
+        return [*zip(*per_rank, strict=True)]
 
     with undo:
-        (summary, writer, place), per_rank = ranks.decide(begin, _compare_states, "checkpoint.save")
-        tree = summary.fill_tree(per_rank)
+        (tree, writer, place), per_rank = ranks.decide(begin, compare, "checkpoint.save")
+        for leaf, values in zip(tree.per_rank_values, per_rank, strict=True):
+            leaf.data["values"] = values
         file = target / f"__{ranks.rank}_0_{ranks.name}.distcp"
         undo_write = undo.pop_all()
 
     def commit(every: list[list[WrittenBox]]) -> None:
         assert place is not None
-        place.commit(tree, *pack_index([box for boxes in every for box in boxes]))
+        place.commit(tree.json, *pack_index([box for boxes in every for box in boxes]))
 
     def write() -> None:
         with undo_write, phase("checkpoint write"):
@@ -166,81 +164,53 @@ def save(
     return saving
 
 
-# --- Summarize what a rank writes of a state, and check that all ranks agree on it ---
+# --- What the ranks compare of their states ---
+
+Part = tuple[str, str]
+"""The name of a part of the state, and "", or which slice it is of a unit's that several ranks may hold."""
 
 
-class _StateSummary:
-    """The parts of a state that this rank can write, and what the ranks compare of the state."""
-
-    def __init__(self, state: Any, spec: PartitionSpec, ranks: Ranks) -> None:
-        self._spec, self._tree = spec, Description(state, spec)
-        self.ranges: list[tuple[TensorRange, Tensor]] = []
-        """The ranges of stored tensors that this rank holds, and their elements."""
-        self.common = dict(self._tree.containers)
-        """A text for each name that must be equal on all ranks."""
-        self.replicas: dict[tuple[str, str, int], int] = {}
-        """A digest of each slice that several ranks hold, by the unit's key, the slice's name and its number."""
-        self.per_rank: dict[str, Any] = {}
-        """The plain values that are this rank's own, by name."""
-        with torch.no_grad():
-            for leaf, value in zip(self._tree.leaves, self._tree.values, strict=True):
-                self._add(leaf, value, ranks)
-        names = Counter(name for leaf in self._tree.leaves for names in leaf.names for name in names)
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise ValueError(f"state '{twice[0]}': two of its leaves have this name: expected names without such dots")
-
-    def fill_tree(self, per_rank: list[dict[str, Any]]) -> Any:
-        """Return the JSON tree of the state, with the values that are each rank's own, by rank."""
-        for leaf in self._tree.leaves:
-            if isinstance(leaf, ValueLeaf) and leaf.is_per_rank:
-                leaf.data["values"] = [values[leaf.names[0][0]] for values in per_rank]
-        return self._tree.json
-
-    def _add(self, leaf: Leaf, value: Any, ranks: Ranks) -> None:
+def _summarize(tree: Description, spec: PartitionSpec, ranks: int) -> tuple[list[tuple[TensorRange, Tensor]], dict[Part, str]]:
+    """Return the ranges of stored tensors that this rank has, with their elements, and a text for each part to compare."""
+    mesh, ranges = spec.bound_mesh, list[tuple[TensorRange, Tensor]]()
+    texts = {(where, ""): text for where, text in tree.containers.items()}
+    for leaf, value in zip(tree.leaves, tree.values, strict=True):
         name = leaf.names[0][0]
         if isinstance(leaf, ValueLeaf):
-            self.common[name] = "each rank's own, no tensor" if leaf.is_per_rank else json.dumps(leaf.data["value"])
-            self.per_rank |= {name: leaf.data["values"][0]} if leaf.is_per_rank else {}
-            return
+            texts[name, ""] = "each rank's own, no tensor" if leaf.is_per_rank else json.dumps(leaf.data["value"])
+            continue
         check_storable(value, f"state '{name}'")
-        text = f"{leaf.kind}, {list(leaf.shapes[0])} {leaf.dtype}"
         if leaf.unit and leaf.is_encoded:
             raise ValueError(
                 f"unit '{leaf.unit.key}' is at rest in {storage_codec(leaf.unit)}, encoded from the frozen model: expected a "
                 "state without it; save fs.partition(params, spec)[0]"
             )
-        if leaf.unit and leaf.kind == SLICE:
-            mesh = self._spec.bound_mesh
-            index, slices = rank_along(leaf.unit.distinct_axes, mesh, rank_coords(mesh, None))
-            if slices < ranks.size:
-                self.replicas[leaf.unit.key, name, index] = int(hash_bits(value.detach()))
-        elif leaf.kind in (NUMBER, COMMON):
-            text += f" of digest {int(hash_bits(value.detach())):x}"
-        self.common[name] = text
-        self.ranges.extend(leaf.divide(value))
+        index, slices = rank_along(leaf.unit.distinct_axes, mesh, rank_coords(mesh, None)) if leaf.unit else (0, 1)
+        is_slice = leaf.kind == SLICE
+        texts[name, ""] = f"{leaf.kind}, {list(leaf.shapes[0])} {leaf.dtype}"
+        if leaf.kind in (NUMBER, COMMON) or (is_slice and slices < ranks):
+            part = f", slice {index} of unit '{leaf.unit.key}'" if is_slice and leaf.unit else ""
+            texts[name, part] = f"{texts[name, '']} of digest {int(hash_bits(value.detach())):x}"
+        ranges.extend(leaf.divide(value))
+    names = Counter(name for leaf in tree.leaves for names in leaf.names for name in names)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"state '{twice[0]}': two of its leaves have this name: expected names without such dots")
+    return ranges, texts
 
 
-def _compare_states(found: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Return the values that are each rank's own, by rank. Raises ValueError where the states of ranks differ."""
-    every, per_rank, replicas = zip(*found, strict=True)
-    for name in dict.fromkeys(name for one in every for name in one) if any(one != every[0] for one in every) else ():
-        texts = [one.get(name, "nothing") for one in every]
-        if rank := next((rank for rank, text in enumerate(texts) if text != texts[0]), 0):
-            raise ValueError(
-                f"state '{name}': expected the same on all ranks, got on rank 0 {texts[0]}, on rank {rank} {texts[rank]}; wrap "
-                "what is each rank's own in checkpoint.per_rank, with one structure and shape on all or as a string "
-                "(json.dumps), and save what is sharded by another spec with that"
-            )
-    seen: dict[tuple[str, str, int], tuple[int, int]] = {}
-    for rank, slices in enumerate(replicas):
-        for at, digest in slices.items():
-            other, expected = seen.setdefault(at, (rank, digest))
-            if digest != expected:
+def _compare_texts(every: list[dict[Part, str]]) -> None:
+    seen = {part: (0, text) for part, text in every[0].items()}
+    for rank, texts in enumerate(every):
+        absent = {part: "nothing" for part in every[0] if not part[1] and part not in texts}
+        for (name, part), text in (texts | absent).items():
+            other, expected = seen.setdefault((name, part), (rank, text) if part else (0, "nothing"))
+            if text != expected:
                 raise ValueError(
-                    f"unit '{at[0]}' of state '{at[1]}': expected the same on all replicas, got others on rank {rank} "
-                    f"than on rank {other}; average them first, as by fs.averaging.average"
+                    f"state '{name}'{part}: expected the same on all ranks, got on rank {other} {expected}, on "
+                    f"rank {rank} {text}; average replicas first, as by fs.averaging.average, wrap what is each rank's own in "
+                    "checkpoint.per_rank, with one structure and shape on all or as a string (json.dumps), and save what is "
+                    "sharded by another spec with that"
                 )
-    return [*per_rank]
 
 
 # --- Write this rank's boxes ---
@@ -255,12 +225,12 @@ class RangeWriter:
         self.boxes: list[tuple[TensorRange, Box, Tensor]] = []
         """The boxes with the ranges that they are of, and their elements."""
         for part, data in parts:
-            size, nbytes = data.dtype.itemsize, written.setdefault((part.holders, part.axes), [0] * part.holders)
-            for begin, end in split_range(part.begin, part.begin + part.numel, size):
+            nbytes = written.setdefault((part.holders, part.axes), [0] * part.holders)
+            for piece, elements in part.split(data):
                 holder = min(range(part.holders), key=nbytes.__getitem__)
-                nbytes[holder] += (end - begin) * size
+                nbytes[holder] += elements.nbytes
                 if holder == part.holder:
-                    self.boxes += [(part, box, view) for box, view in part.iter_boxes(data, begin, end)]
+                    self.boxes += [(part, box, view) for box, view in piece.iter_boxes(elements)]
 
     def stage(self) -> None:
         """Copy the tensors to memory of the host, so that later changes to them are not saved.
@@ -296,46 +266,31 @@ _staging_memory: list[Tensor] = []
 
 # --- A record: what torch.save writes of a tensor, about 1,500 bytes around the elements, but straight from its memory ---
 
-_SMALL = 1 << 12
-"""More bytes than any other write of torch.save has."""
 
+def write_record(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int]:
+    """Write a tensor as torch.save does one of the host. Return the bytes, and the offset and checksum of its elements.
 
-class Record:
-    """A file as torch.save sees it, which finds the elements of a tensor in what is written.
-
-    Attributes:
-        nbytes: The number of bytes of the record.
-        begin: The offset of the elements in it.
-        checksum: That of the elements.
-    """
-
-    def __init__(self, file: BinaryIO, elements: memoryview) -> None:
-        self._file, self._elements = file, elements
-        self.nbytes = self.begin = self.checksum = 0
-
-    def write(self, raw: memoryview) -> int:
-        """Write bytes. torch.save writes the elements at once."""
-        found = len(raw) == len(self._elements) and (len(raw) > _SMALL or raw == self._elements)
-        self.begin = self.nbytes if found else self.begin
-        for begin in range(0, len(raw), _directory.PIECE_BYTES):
-            piece = raw[begin : begin + _directory.PIECE_BYTES]
-            self.checksum = _directory.checksum(piece, self.checksum if begin else 0) if found else self.checksum
-            self._file.write(piece)
-        self.nbytes += len(raw)
-        return len(raw)
-
-
-def write_record(file: BinaryIO, tensor: Tensor) -> Record:
-    """Write a tensor as torch.save does one of the host.
-
-    torch.save writes a whole storage: so it is given one that has the elements alone, in the memory where they are.
+    torch.save writes a whole storage, at once: so it is given one that has the elements alone, in the memory where they are.
     """
     dense = tensor.contiguous().cpu()
-    raw = _torch.host_bytes(dense)
-    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-    alone = flat.view(dense.dtype).view(dense.shape) if raw else torch.empty(dense.shape, dtype=dense.dtype)
-    _torch.save_unchecked(alone, record := Record(file, raw))
-    return record
+    elements = _torch.host_bytes(dense)
+    nbytes = offset = crc32 = 0
+
+    def write(raw: memoryview) -> int:
+        nonlocal nbytes, offset, crc32
+        is_found = len(raw) == len(elements) and (len(raw) > 4096 or raw == elements)  # all else that it writes is short
+        offset = nbytes if is_found else offset
+        for begin in range(0, len(raw), _directory.PIECE_BYTES):
+            piece = raw[begin : begin + _directory.PIECE_BYTES]
+            crc32 = _directory.checksum(piece, crc32 if begin else 0) if is_found else crc32
+            file.write(piece)
+        nbytes += len(raw)
+        return len(raw)
+
+    flat = torch.frombuffer(elements, dtype=torch.uint8) if elements else torch.empty(0, dtype=torch.uint8)
+    alone = flat.view(dense.dtype).view(dense.shape) if elements else torch.empty(dense.shape, dtype=dense.dtype)
+    _torch.save_unchecked(alone, types.SimpleNamespace(write=write))
+    return nbytes, offset, crc32
 
 
 # --- What describes the files: torch's metadata, and the index of the manifest ---
@@ -364,10 +319,9 @@ def write_boxes(path: AnyPath, boxes: Iterable[tuple[TensorRange, Box, Tensor]])
     at = 0
     with path.open("wb", buffering=1 << 17) as file:
         for part, box, tensor in boxes:
-            record = write_record(file, tensor)
-            place = path.name, at, record.nbytes, at + record.begin, record.checksum
-            out.append(WrittenBox(part.names, part.shape, tensor.dtype, box, *place))
-            at += record.nbytes
+            nbytes, begin, crc32 = write_record(file, tensor)
+            out.append(WrittenBox(part.names, part.shape, tensor.dtype, box, path.name, at, nbytes, at + begin, crc32))
+            at += nbytes
         if isinstance(path, Path):
             file.flush()
             os.fsync(file.fileno())
@@ -410,15 +364,12 @@ def pack_index(boxes: Sequence[WrittenBox]) -> tuple[bytes, dict[str, int], list
 
 # --- Checkpoints of others ---
 
-_LOADED_BYTES = 1 << 30
-"""The bytes of tensors that `from_dcp` has in memory, unless one tensor has more."""
-
 
 def from_dcp(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> AnyPath:
     """Write a checkpoint of torch.distributed.checkpoint, or one of funshard 0.2, anew as `save` does, and return its path.
 
     torch reads the source, and its ``.metadata`` is a pickle, which **runs what is in it**: only give what you trust. Call it
-    in one process, of the Python and torch that wrote the source. It has about 1 GiB of tensors in memory at a time.
+    in one process, of the Python and torch that wrote the source. It has one tensor in memory at a time.
 
     Args:
         source: The directory of the checkpoint.
@@ -441,7 +392,7 @@ def from_dcp(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
         ...     print(fs.checkpoint.load(path, spec))
         {'step': tensor(3)}
     """
-    reader = FileSystemReader(os.fspath(source))
+    reader = _Reader(os.fspath(source))
     try:
         found = reader.read_metadata().state_dict_metadata
     except ImportError as error:
@@ -460,20 +411,18 @@ def from_dcp(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     return place.path
 
 
+class _Reader(FileSystemReader):
+    read_metadata = functools.cache(FileSystemReader.read_metadata)
+
+
 def _load_boxes(reader: FileSystemReader, found: Mapping[str, Any]) -> Iterator[tuple[TensorRange, Box, Tensor]]:
-    """Yield the boxes of all tensors, some of which torch loads at a time."""
-    remaining = [(name, x) for name, x in found.items() if isinstance(x, of_torch.TensorStorageMetadata)]
-    while remaining:
-        tensors: dict[str, Any] = {}
-        nbytes = 0
-        while remaining and nbytes <= _LOADED_BYTES:
-            name, x = remaining.pop()
-            tensors[name] = torch.empty(x.size, dtype=x.properties.dtype)
-            nbytes += tensors[name].nbytes
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that this is one process
-            load(tensors, storage_reader=reader, no_dist=True)
-        for name, tensor in tensors.items():
-            part = TensorRange((name,), tuple(tensor.shape), tuple(range(tensor.dim())), tensor.numel())
-            for begin, end in split_range(0, tensor.numel(), tensor.dtype.itemsize):
-                yield from ((part, box, view) for box, view in part.iter_boxes(tensor.view(-1), begin, end))
+    """Yield the boxes of all tensors, of which torch loads one at a time."""
+    for name, x in found.items():
+        if isinstance(x, of_torch.TensorStorageMetadata):
+            tensor = torch.empty(x.size, dtype=x.properties.dtype)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that this is one process
+                load({name: tensor}, storage_reader=reader, no_dist=True)
+            whole = TensorRange((name,), tuple(tensor.shape), tuple(range(tensor.dim())), tensor.numel())
+            for piece, elements in whole.split(tensor.view(-1)):
+                yield from ((whole, box, view) for box, view in piece.iter_boxes(elements))

@@ -222,6 +222,11 @@ class Description:
         """The class of each container, by path."""
         self.json = self._add(state, Place(path))
 
+    @property
+    def per_rank_values(self) -> list[ValueLeaf]:
+        """The plain values that are each rank's own."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, ValueLeaf) and leaf.is_per_rank]
+
     def _add(self, value: Any, at: Place) -> Any:
         """Add the leaves of a part, and return its JSON."""
         if isinstance(value, PerRank) and at.unit is None:

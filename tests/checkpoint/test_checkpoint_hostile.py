@@ -297,15 +297,14 @@ def test_an_index_that_lies_is_refused(tmp_path: Path, saved_once: Path, name: s
 
 
 def test_from_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torch's trainers and of funshard 0.2: a few tensors at a time, with the state as it was, or nothing is there."""
+    """Of torch's trainers and of funshard 0.2: a tensor at a time, with the state as it was, or nothing is there."""
     loads, load = [], _save.load
     monkeypatch.setattr(_save, "load", lambda tensors, **options: loads.append(len(tensors)) or load(tensors, **options))
-    monkeypatch.setattr(_save, "_LOADED_BYTES", 64)
     monkeypatch.setattr(_leaves, "MAX_BOX_BYTES", 32)
     model, spec = made()
     theirs(tmp_path / "theirs")
     path = checkpoint.from_dcp(tmp_path / "theirs", tmp_path / "1")
-    assert len(loads) > 1
+    assert len(loads) > 1 == max(loads)
     assert_close(checkpoint.load(path, spec, only="model"), fs.shard(model, spec), rtol=0, atol=0)
     state = save(tmp_path / "old")
     change_manifest(tmp_path / "old", lambda content: (content.pop("tensors"), content.update(version=1, metadata=1)))
