@@ -263,7 +263,8 @@ BUCKETS = (1, 200, "1GB")
 ON_ONE = fs.policies.always()(net()).on({"shard": 1})
 UNIT = 4 * 64 * 64
 """Bytes of one of its units."""
-DTYPES = (torch.complex64, torch.int16, torch.bool, torch.float8_e4m3fn, torch.float64, torch.float16)
+OTHERS = (torch.complex64, torch.complex128, torch.int16, torch.uint8, torch.bool)
+DTYPES = (*OTHERS, torch.float8_e4m3fn, torch.float64, torch.float16)
 
 
 def streamed(shards: Params, spec: PartitionSpec, **options: Any) -> Params:
@@ -342,13 +343,15 @@ def test_what_is_refused() -> None:
 
 
 def test_on_simulated_ranks() -> None:
+    """They all run the same code, so one of them cannot get more than the others."""
     model = net()
     full = values(model)
 
     def run(mesh: Any) -> Params:
         spec = fs.policies.always()(model).on(mesh)
-        with pytest.raises(ValueError, match="rank0_only on a simulated mesh"):
-            fs.stream_full(fs.shard(full, spec), spec, rank0_only=True)
+        for gather in (fs.stream_full, fs.unshard):
+            with pytest.raises(ValueError, match=r"rank0_only on a simulated mesh: expected process groups"):
+                gather(fs.shard(full, spec), spec, rank0_only=True)
         return streamed(fs.shard(full, spec), spec, dtype=torch.float64)
 
     for got in ({name: rows[i] for name, rows in fs.testing.spmd(run, 3)().items()} for i in range(3)):
@@ -491,12 +494,20 @@ def test_ranks_that_stream_different_parameters(rank: int) -> None:
 
 
 @real_ranks(2)
-def test_every_dtype(rank: int) -> None:
-    """Only floating point parameters are cast, from 8 bits to 64; also in inference mode."""
+def test_l4_every_dtype_travels(rank: int) -> None:
+    """What a backend does not reduce or know is moved as bytes.
+
+    Only floating point parameters are cast, from 8 bits to 64; also in inference mode.
+    """
     model = nn.Module()
     for i, dtype in enumerate(DTYPES):
         model.register_parameter(f"p{i}", nn.Parameter(torch.arange(7).to(dtype), requires_grad=False))
     spec = fs.policies.whole()(model).bound
+    shards = fs.shard(model, spec)
+    same(fs.unshard(shards, spec), values(model))
+    first = fs.unshard(shards, spec, rank0_only=True)
+    same(first, values(model) if rank == 0 else {})
+    same(fs.shard(first or None, spec, src=0), shards)
     with torch.inference_mode(mode=rank == 1):
         shards = fs.shard(model, spec)
         for dtype in (None, torch.bfloat16, torch.float8_e5m2, torch.float64):

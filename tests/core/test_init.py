@@ -18,7 +18,7 @@ from collective_log import world
 from depth import at_most, depth, pairs
 from hypothesis import given
 from hypothesis import strategies as st
-from models import refused, unchanged, with_forward
+from models import TEXT_SIZES, of_transformers, refused, unchanged, with_forward
 from peer_models import MLP, Net, Transformer
 from ranks import mesh_of, real_ranks
 from test_memory import Peak
@@ -247,26 +247,21 @@ def test_where_units_rest() -> None:
 
 
 # --- transformers, by its own initialisers. ---
-SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "max_position_embeddings": 16}
-
-
 def gpt2() -> Any:
-    sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=11, **sizes, bos_token_id=0, eos_token_id=0)).eval()
+    return of_transformers("gpt2", 1).model.eval()
 
 
 def llama(layers: int = 2, **sizes: int) -> Any:
-    small = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small | sizes, num_hidden_layers=layers)).eval()
+    return of_transformers("llama_tied", 1, num_hidden_layers=layers, tie_word_embeddings=False, **sizes).model.eval()
 
 
-def bert(kind: str = "BertForSequenceClassification", **other: int) -> Any:
-    config = transformers.BertConfig(vocab_size=17, hidden_size=8, **SMALL | other)
-    return getattr(transformers, kind)(config).eval()
+def bert() -> Any:
+    return of_transformers("bert_with_dropout", 1).model.eval()
 
 
 def masked_bert() -> Any:
-    return bert("BertForMaskedLM", num_hidden_layers=1, pad_token_id=3)
+    config = transformers.BertConfig(**TEXT_SIZES | {"num_hidden_layers": 1, "pad_token_id": 3})
+    return transformers.BertForMaskedLM(config).eval()
 
 
 def test_tied_embeddings_have_a_padding_row() -> None:
@@ -508,13 +503,6 @@ def test_refused(case: str) -> None:
     with unchanged(model):
         refused(*error or [ValueError], message, lambda: fs.init(model, spec, **options))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_one_unit_makes_a_reach_right() -> None:
-    """What a root resets of its children is in one unit with them, and is then its parents' word."""
-    model = fs.skeleton(ResetsAll(*linears()))
-    spec = fs.policies.whole()(model)
-    same(fs.init(model, spec, seed=1), fs.shard(seeded(ResetsAll(*linears()), 1), spec))
 
 
 @torch.jit.script

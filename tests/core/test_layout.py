@@ -67,9 +67,10 @@ def test_l2_every_element_has_one_owner(case: Case) -> None:
 
 
 @given(cases())
-def test_l2_padding_is_at_the_end_and_short(case: Case) -> None:
-    """What is not of a parameter is zeros: less than one `align` for every parameter and for every slice."""
+def test_s7_padding_is_at_the_end_and_short(case: Case) -> None:
+    """What is not of a parameter is zeros: less than one `align` for every parameter and for every slice, all of one length."""
     for unit in case.spec:
+        assert case.spec.size(unit) == len(owners(unit, case.sizes))
         buffer, size = fs.flatten(case.full, case.spec)[unit.key], case.spec.size(unit)
         assert len(buffer) == case.spec.padded_numel(unit) == size * case.spec.shard_numel(unit)
         align, real = alignment(unit), owned(unit, len(buffer))

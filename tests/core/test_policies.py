@@ -338,9 +338,7 @@ def test_a12_shared_modules_and_tied_parameters_count_once() -> None:
     assert units_of(fs.by_size(5)(tied))[""] == {"0.0.weight"}
 
 
-NORMS = {f"bn{i}": cls for i, cls in enumerate((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), 1)} | {
-    "sync": nn.SyncBatchNorm
-}
+NORMS = {"bn1": nn.BatchNorm1d, "bn2": nn.BatchNorm2d, "bn3": nn.BatchNorm3d, "sync": nn.SyncBatchNorm}
 Norms = module_class("Norms", lambda: {"lin": nn.Linear(5, 5)} | {name: cls(5) for name, cls in NORMS.items()}, None)
 
 

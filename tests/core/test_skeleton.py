@@ -5,28 +5,16 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from models import of_transformers
 from ranks import Pool
 from torch import Tensor, nn
 
 import funshard as fs
-
-
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, attn_pdrop=0, resid_pdrop=0)
-    config.embd_pdrop = 0
-    return transformers.GPT2LMHeadModel(config)  # its head is tied to its embedding
 
 
 class Tied(nn.Module):
@@ -42,7 +30,11 @@ class Tied(nn.Module):
         return self.head(self.norm(self.embed(x)) + self.shift)
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "tied": Tied}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: of_transformers("llama_tied", 1, tie_word_embeddings=False).model,
+    "gpt2": lambda: of_transformers("gpt2", 1).model,  # its head is tied to its embedding
+    "tied": Tied,
+}
 
 
 def build(name: str) -> nn.Module:

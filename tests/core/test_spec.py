@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from cases import alignment
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from models import refused, unchanged
@@ -74,14 +73,6 @@ def test_s2_exact_cover(case: tuple[nn.Module, Policy]) -> None:
         ]
     assert [spec.by_key[unit.key] for unit in spec] == list(spec)
     assert len(spec.by_key) == len(spec)
-
-
-def test_s2_mixed_dtypes_are_units_with_readable_suffixes() -> None:
-    """One path, two dtypes, trained and frozen: four buffers that say what they are."""
-    kinds = [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)]
-    model = nn.ParameterDict({f"w{n}": nn.Parameter(torch.zeros(n, dtype=kind), on) for n, (kind, on) in enumerate(kinds)})
-    units = {unit.key: (unit.path, unit.numel) for unit in fs.by_path({"a": fs.P("shard")})(nn.ModuleDict({"a": model}))}
-    assert units == {"a:bfloat16": ("a", 2), "a:bfloat16:frozen": ("a", 3), "a:float32": ("a", 0), "a:float32:frozen": ("a", 1)}
 
 
 @given(cases(), st.integers(0, 5))
@@ -273,22 +264,6 @@ def test_s6_identities(model: nn.Module, p: fs.P) -> None:
         assert policy(model) == fs.policies.whole(p)(model)
     assert len(fs.by_type(ResidualNode, nn.ModuleList)(model).selected) == len(list(model.modules()))
     assert fs.policies.ignoring(fs.policies.always(p))(model) == fs.policies.always(p)(model)
-
-
-@given(cases(), meshes())
-def test_s7_padding_is_bounded(case: tuple[nn.Module, Policy], sizes: dict[str, int]) -> None:
-    """Every rank's slice of a unit is as long, a multiple of align; padding is less than align for each slice and parameter."""
-    model, policy = case
-    spec = policy(model).on(sizes)
-    for unit in spec:
-        ranks = sizes["shard"] if unit.p.axis else 1
-        assert spec.size(unit) == ranks
-        assert spec.shard_numel(unit) * ranks == spec.padded_numel(unit) >= unit.numel
-        align = alignment(unit)
-        assert spec.shard_numel(unit) % align == 0
-        assert spec.padded_numel(unit) - unit.numel < max(ranks + len(unit.params) - 1, 1) * align
-    buffers = fs.flatten(dict(model.named_parameters()), spec)
-    assert {key: len(b) for key, b in buffers.items()} == {unit.key: spec.padded_numel(unit) for unit in spec}
 
 
 # --- The table. ---
