@@ -274,3 +274,7 @@ def policies(mixed: Mapping[str, fs.P], *names: str) -> dict[str, fs.Policy]:
     """The policies that almost every suite of optimizers tries, by their names, and one of the suite's own, by paths."""
     usual = {"sharded": fs.policies.always(), "whole": fs.policies.whole(), "replicated": fs.policies.whole(fs.P())}
     return {name: usual[name] for name in names} | {"mixed": fs.by_path(mixed)}
+
+
+def mean_square(y: Tensor) -> Tensor:
+    return y.square().mean()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, depth, each, seldom
+from parity import dot
 from ranks import launch, mesh_of, real_ranks
 from torch import Tensor
 from torch.func import grad, jvp
@@ -33,10 +34,6 @@ VECTOR = {name: p.cos() for name, p in FULL.items()}
 
 def tokens(readers: int) -> Tensor:
     return torch.randint(256, (readers, 2, BATCH, SEQ), generator=torch.Generator().manual_seed(1))
-
-
-def dot(a: Tree, b: Tree) -> Tensor:
-    return sum(((a[key] * b[key]).sum() for key in a), torch.zeros(()))
 
 
 def plain_attention(qkv: Tensor, order: Tensor, axis: Any) -> Tensor:

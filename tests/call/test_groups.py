@@ -113,16 +113,6 @@ def test_names_with_a_plus(policy: fs.Policy) -> None:
     refused(ValueError, r"unit 'a\+.*' of modules \[.*\] may have another unit's key: expected no '\+'", lambda: policy(model))
 
 
-def test_wrong_arguments() -> None:
-    for size in (0, True, 1.5):
-        with pytest.raises(ValueError, match="by_group: size: expected a whole number of modules, at least 1, got"):
-            by_group([MLP], size=size)  # pyright: ignore[reportArgumentType]
-    refused(TypeError, "by_group: modules: expected an iterable, got str; put it in a list", lambda: by_group("blocks"))
-    with pytest.raises(TypeError, match="by_group: modules: expected path patterns, module classes or modules, got int"):
-        by_group([1])  # pyright: ignore[reportArgumentType]
-    refused(TypeError, "P: unit: expected a label or None, got ''", lambda: P(unit=""))
-
-
 # --- what a step sends and holds ---
 def in_a_loop(self: Any, x: Tensor) -> Tensor:
     kept = self.a(x)

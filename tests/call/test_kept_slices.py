@@ -42,7 +42,6 @@ def test_the_axes_that_it_names() -> None:
     words = r"expected some of the axes \('replicate', 'shard'\), and not all, got 'inner'$"
     refused(ValueError, words, lambda: P(BOTH, reshard="inner"))
     refused(ValueError, r"and not all, got \(\)$", lambda: P(BOTH, reshard=()))
-    refused(TypeError, "P: reshard: expected True, False, or some of the axes", lambda: P(BOTH, reshard=2))
 
 
 # --- what a step sends and holds ---

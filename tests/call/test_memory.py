@@ -416,14 +416,6 @@ def test_at_rest_before_what_is_trained(strategy: str) -> None:
         assert [s for s in did.sent.backward if s.op != "all_gather"] == [scatter(spec, "5"), scatter(spec, "2")]
 
 
-def test_no_optimizer_state() -> None:
-    model = layers({"0", "3"}, by_flag=True)
-    spec = fs.by_type(Layer, p=P("shard"))(model)
-    trained, _ = fs.partition(fs.shard(model, spec), spec)
-    init, _ = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, spec=spec)
-    assert set(init(trained)) == {"1", "2", "4", "5"}
-
-
 # --- how many kernels a step has beyond the plain one ---
 def linears(units: int, dim: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(dim, dim) for _ in range(units)))

@@ -15,6 +15,7 @@ import torch
 from collective_log import world
 from depth import seldom
 from models import module_class, refused
+from parity import loss_of, mean_square
 from ranks import Pool
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -34,11 +35,7 @@ def make(p: P, policy: fs.Policy | None = None, **mesh: int) -> tuple[fs.Partiti
     spec = (policy or fs.by_type(Block, p=p))(model)
     if mesh:
         spec = spec.on(mesh)
-
-    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return fs.functional_call(model, params, (x,), spec=spec).square().mean()
-
-    return spec, fs.shard(model, spec), loss
+    return spec, fs.shard(model, spec), lambda params, x: loss_of(model, spec, x, of=mean_square)(params)
 
 
 def ranges(run: Any) -> Counter[str]:

@@ -13,7 +13,7 @@ from depth import seldom
 from hypothesis import given
 from hypothesis import strategies as st
 from models import refused
-from parity import HIGHER, along, numbers, shards_of, squared_loss
+from parity import HIGHER, along, dot, numbers, shards_of, squared_loss
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor
@@ -323,12 +323,9 @@ def test_plain_autograd_outside_and_inside(rank: int) -> None:
     v = along(shards)
     loss = squared_loss(model, spec, x)
 
-    def dot(grads: dict[str, Tensor]) -> Tensor:
-        return sum((g * v[k]).sum() for k, g in grads.items())
-
     expected = HIGHER["jvp of grad"](loss)(shards)
     leaves = {k: t.clone().requires_grad_() for k, t in shards.items()}
-    over_func = torch.autograd.grad(dot(torch.func.grad(loss)(leaves)), list(leaves.values()))
-    over_fs = torch.autograd.grad(dot(fs.grad(loss)(leaves)), list(leaves.values()))
+    over_func = torch.autograd.grad(dot(torch.func.grad(loss)(leaves), v), list(leaves.values()))
+    over_fs = torch.autograd.grad(dot(fs.grad(loss)(leaves), v), list(leaves.values()))
     for got in (over_func, over_fs):
         torch.testing.assert_close(dict(zip(leaves, got, strict=True)), expected, rtol=1e-10, atol=1e-12)

@@ -16,7 +16,7 @@ from collective_log import Collectives
 from depth import at_most, each, every, seldom
 from hypothesis import given
 from hypothesis import strategies as st
-from parity import DERIVATIVES, numbers, strategies
+from parity import DERIVATIVES, loss_of, numbers, shards_of, strategies
 from ranks import Pool, mesh_of, real_ranks
 from test_gather_full import values
 from test_sharding import layers, message
@@ -76,17 +76,24 @@ def assert_says(error: str, *words: str) -> None:
         assert word in error, error
 
 
+def by_route(
+    rank: int,
+    route: tuple[int, ...],
+    mesh: DeviceMesh | None = None,
+    experts: int = 3,
+    p: P = STRATEGIES["shard"],
+    **options: Any,
+) -> tuple[Callable[[fs.Params], Tensor], fs.Params]:
+    """The loss of a rank whose experts run so, and its shards; by default in a group of its own."""
+    torch.manual_seed(0)
+    model = Routed(experts).double()
+    spec, params = shards_of(fs.by_type(nn.Linear, p=p), model, mesh or own_group())
+    return loss_of(model, spec, numbers(rank, 0, width=6), route, **options), params
+
+
 def routed(rank: int, strategy: str, route: str, step: str, **options: Any) -> str:
     """What a rank's step says, '' where it ends."""
-    torch.manual_seed(0)
-    model = Routed().double()
-    spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model).on(own_group())
-    params, own = fs.shard(model, spec), ROUTES[route](rank)
-    x = numbers(rank, 0, width=6)
-
-    def loss(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (x, own), spec=spec, **options).square().sum()
-
+    loss, params = by_route(rank, ROUTES[route](rank), p=STRATEGIES[strategy], **options)
     return error_of(DERIVATIVES[step](loss), params)
 
 
@@ -217,15 +224,7 @@ def test_check_order_can_be_turned_off(rank: int) -> None:
 
 def replicas(rank: int) -> list[str]:
     """HSDP on 2 x 2 ranks: two replicas may evaluate other units, and may not train them."""
-    torch.manual_seed(0)
-    model = Routed(2).double()
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    spec = fs.by_type(nn.Linear)(model).on(mesh)
-    params, route = fs.shard(model, spec), (0, 1) if rank < 2 else (1, 0)
-
-    def loss(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (numbers(rank, 0, width=6), route), spec=spec).sum()
-
+    loss, params = by_route(rank, (0, 1) if rank < 2 else (1, 0), mesh_of(2, 2), 2)
     return [error_of(torch.no_grad()(loss), params), error_of(fs.grad(loss), params)]
 
 
@@ -241,12 +240,11 @@ def with_more_groups(rank: int, folder: str) -> None:
     """A pair of ranks makes process groups that the others do not know, then all train as replicas, and pairs save."""
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
+    mesh = mesh_of(2, 2)
+    loss, params = by_route(rank, (0,), mesh, 1)
+    fs.grad(loss)(params)
     torch.manual_seed(0)
-    model = Routed(1).double()
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    spec = fs.by_type(nn.Linear)(model).on(mesh)
-    params = fs.shard(model, spec)
-    fs.grad(lambda p: fs.functional_call(model, p, (numbers(rank, 0, width=6), (0,)), spec=spec).sum())(params)
+    model = Routed(1)
     across = fs.by_type(nn.Linear, p=fs.P("replicate"))(model).on(mesh["replicate"], submesh=True)  # ranks 0 and 2, 1 and 3
     fs.checkpoint.save(f"{folder}/{rank % 2}", fs.shard(model, across), across, timeout=30)
 
@@ -262,12 +260,8 @@ def test_ranks_that_have_made_different_numbers_of_groups(gloo4: Pool, tmp_path:
 @real_ranks(4)
 def test_no_rank_returns_values_where_one_between_others_ran_another_unit(rank: int) -> None:
     """All ranks compare what they have gathered at the end of forward."""
-    torch.manual_seed(0)
-    model = Routed().double()
-    spec = fs.by_type(nn.Linear)(model).on(own_group())
-    params, x, route = fs.shard(model, spec), numbers(rank, 0, width=6), (0, 2) if rank == 1 else (0, 1)
-    call = torch.no_grad()(lambda: fs.functional_call(model, params, (x, route), spec=spec, prefetch=0))
-    assert error_of(call).startswith("ranks ran different units")
+    loss, params = by_route(rank, (0, 2) if rank == 1 else (0, 1), prefetch=0)
+    assert error_of(torch.no_grad()(loss), params).startswith("ranks ran different units")
 
 
 # --- ranks slice what each of them holds itself: shard compares the values first ---

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from depth import at_most, depth, each, mark_seldom, seldom, some
 from models import module_class
+from parity import WAYS, loss_of, mean_square
 from ranks import Pool, real_ranks
 from test_compress import COMPRESSORS, steps
 from test_compress_law import reduced
@@ -126,17 +127,8 @@ def plain(model: nn.Module, ranks: int) -> fs.Params:
 
 def step(rank: int, spec: fs.PartitionSpec, model: nn.Module, way: str = "backward", **options: Any) -> None:
     """Asserts that a step's gradients are those of the plain model."""
-
-    def loss(params: fs.Params) -> Tensor:
-        return (fs.functional_call(model, params, batch(rank), spec=spec, **options) ** 2).mean()
-
-    shards = fs.shard(model, spec)
-    if way == "func":
-        got = torch.func.grad(loss)(shards)
-    else:
-        leaves = {key: shard.requires_grad_() for key, shard in shards.items()}
-        loss(leaves).backward()
-        got = {key: leaf.grad for key, leaf in leaves.items()}
+    loss = loss_of(model, spec, batch(rank), of=mean_square, **options)
+    got, _ = WAYS[way](loss)(fs.shard(model, spec))
     assert_close(got, fs.shard(plain(model, dist.get_world_size()), spec), rtol=1e-9, atol=1e-9)
 
 
@@ -268,7 +260,7 @@ def test_what_overlaps(rank: int, layout: str) -> None:
     model, mesh, second = network(), mesh_of(shape), mesh_of(shape, own=True)
     policy = fs.by_type(Layer, p=p)(model)
     specs = {"one mesh": policy.on(mesh), "two": policy.on(mesh, reductions=second)}
-    for which, prefetch, in_flight, way in some(itertools.product(specs, (0, 1, 2), (1, 2), ("backward", "func")), 1):
+    for which, prefetch, in_flight, way in some(itertools.product(specs, (0, 1, 2), (1, 2), ("backward", "torch.func")), 1):
         step(rank, specs[which], model, way, prefetch=prefetch, in_flight=in_flight)
 
 

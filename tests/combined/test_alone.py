@@ -184,18 +184,6 @@ def test_full_parameters_that_are_no_copies_are_not_warned_of(rank: int) -> None
     fs.accumulate(lambda p, x: fs.functional_call(net, p, (x,), spec=spec).sum(), params, [X, X], spec=spec, keep="full")
 
 
-# --- A policy that takes nothing. ---
-def test_by_type_that_matches_nothing() -> None:
-    """It names the classes, and those that the model has; as by_path does with its patterns."""
-    net = model()
-    message = r"no module is of Conv2d, LayerNorm: .* some of \['Sequential', 'Linear', 'Tanh'\]; whole\(\) makes one unit"
-    refused(ValueError, message, lambda: fs.by_type(nn.Conv2d, nn.LayerNorm)(net))
-    assert fs.by_type(nn.Conv2d, nn.Linear)(net) == fs.by_type(nn.Linear)(net)
-    assert dict(fs.by_type(nn.Sequential)(net).selected).keys() == {""}
-    with pytest.raises(ValueError, match=r"by_type: no module is of Linear: .* some of \['Sequential', 'Tanh'\]"):
-        fs.policies.ignoring(fs.by_type(nn.Linear), modules=[nn.Linear])(net)
-
-
 # --- A parameter with the name of a unit. ---
 class Named(nn.Module):
     """A parameter that is trained, one that is not, and one of a name."""

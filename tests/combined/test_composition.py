@@ -30,6 +30,8 @@ MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).double(
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
 POLICIES = policies({"0": P(("replicate", "shard")), "1": P("replicate"), "2": P()}, "sharded", "replicated")
 SIZES = {"replicate": 2, "shard": 2}
+ONE = fs.policies.whole()(MODEL).on({"shard": 1})
+PARAMS = fs.shard(FULL, ONE)
 NAN_AT = 2
 """The step whose gradient is not finite on one rank."""
 COSINE: dict[str, Any] = {"T_max": 7}
@@ -134,8 +136,7 @@ def test_all_of_it_on_real_ranks(rank: int, shape: tuple[int, int], tmp_path: Pa
 # --- chain ---
 def test_a_chain_is_its_parts_by_hand() -> None:
     """Chains in a chain, a pair of functions of the user's, and rates that go to the optimizer alone."""
-    spec = fs.policies.whole()(MODEL).on({"shard": 1})
-    params, grads = fs.shard(FULL, spec), fs.shard(GRADS[0], spec)
+    spec, params, grads = ONE, PARAMS, fs.shard(GRADS[0], ONE)
 
     def double(grads: fs.Params, state: Any, params: fs.Params) -> tuple[fs.Params, Any]:
         return {key: 2 * g for key, g in grads.items()}, {"n": state["n"] + 1}
@@ -151,10 +152,8 @@ def test_a_chain_is_its_parts_by_hand() -> None:
 
 
 def test_what_is_no_chain_is_refused() -> None:
-    spec = fs.policies.whole()(MODEL).on({"shard": 1})
-    sgd: Any = optim.from_torch(torch.optim.SGD)
-    clip = optim.clip_gradients(spec, 1.0)
-    params = fs.shard(FULL, spec)
+    sgd, spec, params = optim.from_torch(torch.optim.SGD), ONE, PARAMS
+    clip: Any = optim.clip_gradients(spec, 1.0)
     refused(ValueError, "argument 0 of 2 is an optimizer", lambda: optim.chain(sgd, clip))
     with pytest.raises(TypeError, match=r"argument 1: expected \(init, update\)"):
         optim.chain(clip, torch.optim.SGD)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -172,9 +171,7 @@ def test_what_is_no_chain_is_refused() -> None:
 
 
 def test_functions_of_one_units_state_refuse_a_composed_one() -> None:
-    spec = fs.policies.whole()(MODEL).on({"shard": 1})
-    params = fs.shard(FULL, spec)
-    adamw = optim.from_torch(torch.optim.AdamW)
+    spec, params, adamw = ONE, PARAMS, optim.from_torch(torch.optim.AdamW)
     init, update = optim.chain(optim.apply_if_finite(spec), adamw)
     loss = lambda params, x: fs.functional_call(MODEL, params, (x,), spec=spec).sum()  # noqa: E731
     with pytest.raises(TypeError, match=r"got FiniteState; optimizers such as optim\.chain and apply_if_finite need all"):
@@ -270,7 +267,7 @@ def test_bfloat16_and_padding() -> None:
 @pytest.mark.filterwarnings(f"ignore:{IMPORT}")
 def test_a_skipped_step_in_a_graph() -> None:
     """One graph for both kinds of steps, also where the step donates."""
-    spec = fs.policies.whole()(MODEL).on({"shard": 1})
+    spec = ONE
     rate = optim.schedule_lr(lambda step: 0.1 * 0.9**step)
     links = optim.apply_if_finite(spec), rate, optim.ema(0.5), optim.clip_gradients(spec, 0.5)
     init, update = optim.chain(*links, make_rule(spec))
@@ -292,9 +289,7 @@ def test_a_skipped_step_in_a_graph() -> None:
 
 @pytest.mark.filterwarnings(f"ignore:{IMPORT}")
 def test_what_needs_the_host_is_refused_in_a_graph() -> None:
-    spec = fs.policies.whole()(MODEL).on({"shard": 1})
-    params = fs.shard(FULL, spec)
-    sgd = optim.sgd(0.1)
+    spec, params, sgd = ONE, PARAMS, optim.sgd(0.1)
     rate = optim.schedule(torch.optim.lr_scheduler.StepLR, 0.1, step_size=2)
     for (init, update), match in (
         (optim.accumulate_steps(2)(sgd), "whether it steps is a branch on the host"),
@@ -311,9 +306,7 @@ def test_what_needs_the_host_is_refused_in_a_graph() -> None:
 
 def test_steps_of_a_batch_are_skipped_one_by_one() -> None:
     """Under a vmap of the user's whose gradients are finite in part."""
-    spec = fs.policies.whole()(MODEL).on({"shard": 1})
-    params = fs.shard(FULL, spec)
-    init, update = optim.apply_if_finite(spec)(optim.sgd(1.0, momentum=0.9))
+    params, (init, update) = PARAMS, optim.apply_if_finite(ONE)(optim.sgd(1.0, momentum=0.9))
 
     def run(x: Tensor) -> Any:
         state = init(params)
@@ -389,14 +382,13 @@ def test_derivatives_through_skipped_steps(policy: str, how: str) -> None:
 @batched
 def test_derivatives_of_a_batch_are_finite() -> None:
     """Where nobody can branch: neither the dropped step's gradients nor its second moment make a NaN."""
-    spec = fs.policies.whole()(MODEL).on({"shard": 1})
+    spec, params = ONE, PARAMS
     init, update = optim.apply_if_finite(spec)(make_rule(spec))
 
     def loss(params: fs.Params, is_bad: Tensor) -> Tensor:
         grads = {key: p**2 + torch.where(is_bad, math.nan, 1.0) for key, p in params.items()}
         return sum_of_cubes(update(grads, init(params), params)[0], spec)
 
-    params = fs.shard(FULL, spec)
     got = torch.vmap(torch.func.grad(loss), (None, 0))(params, torch.tensor([False, True]))
     for i in range(2):
         assert_close(got[""][i], torch.func.grad(loss)(params, torch.tensor(bool(i)))[""])

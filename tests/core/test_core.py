@@ -6,6 +6,7 @@ Here these and torch.func's grad stand where the package has its own, so that no
 from __future__ import annotations
 
 import ast
+import functools
 import warnings
 from collections.abc import Iterator
 from unittest import mock
@@ -16,7 +17,7 @@ import test_layout
 import test_policies
 import torch
 from depth import at_most
-from parity import numbers
+from parity import numbers, squares
 from ranks import real_ranks
 from test_house import FILES, ROOT, imported
 from torch import Tensor, nn
@@ -83,14 +84,7 @@ STRATEGIES = {
 }
 
 
-def squares(tree: fs.Params) -> Tensor:
-    return sum((x**2).sum() for x in tree.values())
-
-
-def same(got: fs.Params, want: fs.Params) -> None:
-    assert got.keys() == want.keys()
-    for key in got:
-        torch.testing.assert_close(got[key], want[key], rtol=1e-12, atol=1e-14)
+same = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
 
 
 @at_most(1)

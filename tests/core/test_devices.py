@@ -15,7 +15,7 @@ import torch.distributed as dist
 from collective_log import meta_world
 from depth import every
 from models import module_class
-from parity import shards_of
+from parity import MAIN_WAYS, WAYS, loss_of, mean_square, shards_of
 from ranks import mesh_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -256,9 +256,7 @@ def net() -> nn.Module:
 
 
 def step_with_loss_scale(model: nn.Module, spec: fs.PartitionSpec, shards: fs.Params, x: Tensor) -> None:
-    def loss(p: fs.Params) -> Tensor:
-        return fs.functional_call(model, p, (x,), spec=spec).square().mean()
-
+    loss = loss_of(model, spec, x, of=mean_square)
     init, unscale = fs.loss_scale.dynamic(spec)
     state = init(shards)
     waits, first = Waits(), Counter[str]()
@@ -399,21 +397,14 @@ class Masked(nn.Module):
 MODES = {"shard": fs.P("shard"), "kept": fs.P("shard", reshard=False), "whole": fs.P(), "remat": fs.P("shard", remat=True)}
 
 
-@every(mode=MODES, way=["backward", "fs.grad", "torch.func.grad"])
+@every(mode=MODES, way=MAIN_WAYS)
 def test_buffers_that_nobody_writes_to_are_not_copied(mode: str, way: str) -> None:
     """Neither a kernel nor memory, for sixty small ones or big ones: outside of transforms they are the model's own memory."""
     model: Any = nn.Sequential(Masked(60, 7), Masked(3, 7))
     spec, shards = shards_of(fs.by_type(Masked, p=MODES[mode]), model, {"shard": 1})
-    x = torch.ones(2, 3)
-
-    def loss(p: fs.Params) -> Tensor:
-        return fs.functional_call(model, p, (x,), spec=spec).sum()
-
+    loss = loss_of(model, spec, torch.ones(2, 3), of=torch.sum)
     with Clones(7) as clones:
-        if way == "backward":
-            loss({key: p.requires_grad_() for key, p in shards.items()}).backward()
-        else:
-            (fs.grad if way == "fs.grad" else torch.func.grad)(loss)(shards)
+        WAYS[way](loss)(shards)
     assert clones.seen == 0
     assert {*model[0].addresses, *model[1].addresses} == {address(b) for b in model.buffers()}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import dealt, each
+from parity import dot
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -74,10 +75,6 @@ def joined(x: Tensor, mesh: Mesh, gather: Gather) -> Tensor:
 
 
 WAYS = {"whole": whole, "own rows": own_rows}
-
-
-def dot(a: fs.Params, b: fs.Params) -> Tensor:
-    return sum((a[k] * b[k]).sum() for k in a)
 
 
 ORDERS: dict[str, Callable[..., fs.Params]] = {

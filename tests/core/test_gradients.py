@@ -6,6 +6,7 @@ Bit by bit on whole numbers (see gradient_cases), and closely on real ones.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from gradient_cases import agree, assert_shards_of_mean, assume_exact, calls, ca
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import refused, with_forward
-from parity import dot
+from parity import dot, loss_of, mean_square, numbers, shards_of
 from ranks import Pool, mesh_of, real_ranks
 from strategies import integers_like, meshes, modules, policies
 from torch import Tensor, nn
@@ -285,13 +286,9 @@ def test_over_some_axes_and_then_the_others(p: P) -> None:
 
     def run(mesh: fs.collectives.Mesh, x: Tensor) -> Any:
         spec = fs.by_type(nn.Linear, p=p)(model).on(mesh)
-
-        def loss(params: fs.Params, **options: Any) -> Tensor:
-            return fs.functional_call(model, params, (x,), spec=spec, **options).square().mean()
-
-        params = fs.shard(full, spec)
+        params, loss = fs.shard(full, spec), loss_of(model, spec, x, of=mean_square)
         whole = fs.grad(loss)(params)
-        partial = fs.grad(lambda p: loss(p, reduce_axes=first))(params)
+        partial = fs.grad(loss_of(model, spec, x, of=mean_square, reduce_axes=first))(params)
         by_hand = fs.reduce_grads(fs.grad(loss)(fs.unshard(params, spec)), spec, reduce_axes=first)
         done = fs.reduce_grads(partial, spec, reduce_axes=rest)
         return whole, partial, by_hand, done
@@ -311,17 +308,12 @@ def test_micro_batches_with_one_all_reduce(rank: int, way: str, p: P) -> None:
     mesh = mesh_of(2, 2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    spec = fs.by_type(nn.Linear, p=p)(model).on(mesh)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(nn.Linear, p=p), model, mesh)
     gradient = {"fs": fs.grad, "torch.func": torch.func.grad}[way]
-    xs = [torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * i + rank)) for i in range(3)]
-
-    def loss(params: fs.Params, x: Tensor, **options: Any) -> Tensor:
-        return fs.functional_call(model, params, (x,), spec=spec, **options).square().mean()
-
-    whole = [gradient(loss)(params, x) for x in xs]
+    losses = [functools.partial(loss_of, model, spec, numbers(rank, i, width=3), of=mean_square) for i in range(3)]
+    whole = [gradient(loss())(params) for loss in losses]
     with Collectives() as log:
-        partial = [gradient(lambda params, x=x: loss(params, x, reduce_axes="shard"))(params) for x in xs]
+        partial = [gradient(loss(reduce_axes="shard"))(params) for loss in losses]
     assert not any(sent.op.startswith("all_reduce") for sent in log.all)
     accumulated = {key: torch.stack([g[key] for g in partial]).sum(0) for key in params}
     with Collectives() as log:
@@ -329,7 +321,7 @@ def test_micro_batches_with_one_all_reduce(rank: int, way: str, p: P) -> None:
     assert [sent.op for sent in log.all] == ["all_reduce"] * len(spec)
     same(done, {key: torch.stack([g[key] for g in whole]).sum(0) for key in params})
     full = fs.unshard(params, spec)
-    local = [gradient(loss)(full, x) for x in xs]
+    local = [gradient(loss())(full) for loss in losses]
     with Collectives() as log:
         once = fs.reduce_grads({name: torch.stack([g[name] for g in local]).sum(0) for name in full}, spec)
     assert len(log.all) == 2 * len(spec)

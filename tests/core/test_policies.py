@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from wrap_oracle import NESTED, Wrapper, assert_same, lambdas, owning, sequential, size, torch_units, units_of, wide, wrapped
 
 import funshard as fs
-from funshard.policies import always, custom, full_precision, ignoring, override, whole
+from funshard.policies import always, by_group, custom, full_precision, ignoring, override, whole
 
 TREES = modules(tied=False)
 
@@ -189,7 +189,9 @@ def test_a_policy_that_names_modules_pickles_with_them() -> None:
 # --- What policies refuse: where, what was expected, what came ---
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
 W = whole()
+NO_MODULE = "by_type: no module is of"
 KINDS = "ignoring: modules: expected path patterns, module classes or modules, got "
+WHOLE_NUMBER = "expected a whole number of modules, at least 1"
 
 
 @pytest.mark.parametrize(
@@ -217,6 +219,12 @@ KINDS = "ignoring: modules: expected path patterns, module classes or modules, g
         (lambda: ignoring(W, [int]), TypeError, rf"{KINDS}type"),
         (lambda: ignoring(W, [3]), TypeError, rf"{KINDS}int"),
         (lambda: ignoring(W, [], [nn.ReLU()]), TypeError, r"ignoring: params: expected name patterns or parameters, got ReLU"),
+        (lambda: by_group("0"), TypeError, "by_group: modules: expected an iterable, got str; put it in a list"),
+        (lambda: by_group([1]), TypeError, "by_group: modules: expected path patterns, module classes or modules, got int"),
+        *(
+            (lambda n=n: by_group(["0"], size=n), ValueError, rf"by_group: size: {WHOLE_NUMBER}, got {n}")
+            for n in (0, True, 1.5)
+        ),
     ],
 )
 def test_wrong_when_made(make: Callable[[], object], error: type[Exception], message: str) -> None:
@@ -241,6 +249,11 @@ def test_a4_custom_gives_a_bool_or_a_dict(result: object) -> None:
             r"custom: module '1': P has no field 'strategy': expected",
         ),
         (fs.by_path({"1.*.x": fs.P()}), r"by_path: pattern '1\.\*\.x' matches no module: expected a path such as \["),
+        (
+            fs.by_type(nn.Conv2d, nn.LayerNorm),
+            rf"{NO_MODULE} Conv2d, LayerNorm: .*\['Sequential', 'Linear'\]; whole\(\) makes one unit",
+        ),
+        (ignoring(fs.by_type(nn.Linear), [nn.Linear]), rf"{NO_MODULE} Linear: .* some of \['Sequential'\]"),
         (fs.by_path({"10": fs.P()}), r"by_path: pattern '10' matches no module: expected a path such as .*'1'"),
         (
             fs.by_path({"*.0": fs.P(), "1.*": fs.P("x")}),

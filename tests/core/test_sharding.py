@@ -17,7 +17,6 @@ from cases import Case, cases, each_rank, on_ranks, poisoned, same, specs, stack
 from depth import depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import refused
 from ranks import Pool, mesh_of, real_ranks
 from test_gather_full import values
 from torch import Tensor, nn

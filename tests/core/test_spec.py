@@ -177,7 +177,6 @@ def test_units_come_in_pre_order(case: tuple[nn.Module, Policy]) -> None:
         (lambda: fs.P("a", align="2"), TypeError, r"P: align: expected a whole number of elements, got '2'"),
         (lambda: fs.P("a", align=1.5), TypeError, r"P: align: expected a whole number of elements, got 1\.5"),
         (lambda: fs.P("a", align=True), TypeError, r"P: align: expected a whole number of elements, got True"),
-        (lambda: fs.P("a", reshard="no"), ValueError, r"P: reshard: expected some of the axes \('a',\), and not all, got 'no'"),
         (lambda: fs.P("a", reshard=None), TypeError, r"P: reshard: expected True, False, or some of the axes .*, got None"),
         (lambda: fs.P("a", remat="False"), TypeError, r"P: remat: expected True or False, got 'False'"),
         (lambda: fs.P("a", remat=1), TypeError, r"P: remat: expected True or False, got 1"),
@@ -190,6 +189,7 @@ def test_units_come_in_pre_order(case: tuple[nn.Module, Policy]) -> None:
         (lambda: fs.P("a", offload="cpu"), ValueError, r"P: offload: expected .*, a set of them or None, got 'cpu'"),
         (lambda: fs.P("a", offload={"params", "x"}), ValueError, r"P: offload: expected .*, got 'x'"),
         (lambda: fs.P(""), TypeError, r"P: expected an axis name, a tuple of names or None, got ''"),
+        (lambda: fs.P(unit=""), TypeError, "P: unit: expected a label or None, got ''"),
     ],
 )
 def test_s5_wrong_p(make: object, error: type[Exception], message: str) -> None:

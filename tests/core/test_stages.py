@@ -15,7 +15,7 @@ import torch
 from collective_log import world
 from depth import at_most, seldom
 from models import EXACT
-from parity import strategies
+from parity import loss_of, mean_square, strategies
 from ranks import real_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -78,6 +78,11 @@ class Residual(nn.Module):
         return x
 
 
+def plain_loss(model: nn.Module, full: fs.Params, x: Tensor) -> Tensor:
+    """That of the model on scaled parameters."""
+    return mean_square(torch.func.functional_call(model, {name: FACTOR * q for name, q in full.items()}, (x,)))
+
+
 @at_most(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @real_ranks(2)
@@ -92,18 +97,14 @@ def test_a_new_stage_is_right_in_every_mode(rank: int, strategy: str, tmp_path: 
     v = {name: q.sin() for name, q in full.items()}
     direction = fs.shard(v, spec)
 
-    def plain_on(full: fs.Params, x: Tensor) -> Tensor:
-        out = torch.func.functional_call(model, {name: FACTOR * q for name, q in full.items()}, (x,))
-        return out.square().mean()
-
     def plain(full: fs.Params) -> Tensor:
-        return plain_on(full, x.flatten(0, 1))
+        return plain_loss(model, full, x.flatten(0, 1))
 
     def loss(params: fs.Params, x: Tensor = x[rank]) -> Tensor:
-        return fs.functional_call(model, params, (x,), spec=spec).square().mean()
+        return loss_of(model, spec, x, of=mean_square)(params)
 
     close = LOOSE if strategy == "cast" else EXACT
-    each = torch.vmap(torch.func.grad(plain_on), (None, 0))(full, x.flatten(0, 1))
+    each = torch.vmap(torch.func.grad(lambda *args: plain_loss(model, *args)), (None, 0))(full, x.flatten(0, 1))
     scales = (0.01 / torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)).clamp(max=1)
     per_sample = fs.shard({name: torch.einsum("n,n...->...", scales, g) / len(scales) for name, g in each.items()}, spec)
     expected = fs.shard(fs.grad(plain)(full), spec)
@@ -150,14 +151,10 @@ def test_a_new_stage_on_simulated_ranks(strategy: str) -> None:
 
     def on_rank(mesh: fs.collectives.Mesh, x: Tensor) -> fs.Params:
         on = spec.on(mesh)
-        loss = lambda q: fs.functional_call(model, q, (x,), spec=on).square().mean()  # noqa: E731
-        return fs.reduce_grads({}, on) | torch.func.grad(loss)(fs.shard(full, on))
+        return fs.reduce_grads({}, on) | torch.func.grad(loss_of(model, on, x, of=mean_square))(fs.shard(full, on))
 
-    def plain(full: fs.Params) -> Tensor:
-        out = torch.func.functional_call(model, {name: FACTOR * q for name, q in full.items()}, (x.flatten(0, 1),))
-        return out.square().mean()
-
-    expected = fs.testing.spmd(lambda mesh, _: fs.shard(fs.grad(plain)(full), spec.on(mesh)), 3)(x)
+    want = fs.grad(lambda full: plain_loss(model, full, x.flatten(0, 1)))(full)
+    expected = fs.testing.spmd(lambda mesh, _: fs.shard(want, spec.on(mesh)), 3)(x)
     with scaled():
         got = fs.testing.spmd(on_rank, 3)(x)
         gathered = fs.testing.spmd(lambda mesh, _: fs.unshard(fs.shard(full, spec.on(mesh)), spec.on(mesh)), 3)(x)
