@@ -233,13 +233,10 @@ def test_average_buffers(gloo4: Pool, weighted: bool, axes: str | None) -> None:
             assert_close(got["mean"], mean[rank])
             assert_close(got["low"], mean[rank].half())
             assert got["count"] == 3
+    refused(ValueError, "unknown mesh axis 'node'", lambda: fs.averaging.average_buffers({}, ANY, axes="node"))
     if weighted:  # all alike where none has any
         equal = torch.arange(8.0).view(4, 2)
         assert_close(run(equal, torch.zeros(4))["mean"], run(equal, torch.ones(4))["mean"])
-
-
-def test_average_of_an_unknown_axis() -> None:
-    refused(ValueError, "unknown mesh axis 'node'", lambda: fs.averaging.average_buffers({}, ANY, axes="node"))
 
 
 # --- evaluation with statistics that training has not updated ---
@@ -430,18 +427,15 @@ def test_losses_that_the_model_itself_collects(how: str, strategy: str) -> None:
             torch.testing.assert_close(fs.unshard(grads, spec), gradient(twin(x), dict(twin.named_parameters())), **EXACT)
 
 
-def test_containers_are_put_back_after_an_error() -> None:
-    model, spec, params, x = build(lambda: Cached("list"))
-    refused(RuntimeError, "shapes", lambda: fs.functional_call(model, params, x[:, :2], spec=spec))
-    assert [(m.cache, m.seen) for m in model] == 2 * [([], {"never"})]
-
-
 def test_attributes_that_are_set_between_calls() -> None:
     """What is watched is what the model has in this call: a container is put back, and a list of weights refused.
 
-    A product with the Hessian leaves no tensor of an ended transform in the model, so that a second one is the same.
+    A product with the Hessian leaves no tensor of an ended transform in the model, so that a second one is the same. After an
+    error containers are put back as well.
     """
     model, spec, params, x = build(lambda: Cached("dict"))
+    refused(RuntimeError, "shapes", lambda: fs.functional_call(model, params, x[:, :2], spec=spec))
+    assert [(m.cache, m.seen) for m in model] == 2 * [({}, {"never"})]
     loss = loss_of(model, spec, x)
     products = [fs.hvp(loss, params, fs.random_like(params, spec, 0)) for _ in range(2)]
     torch.testing.assert_close(*products, rtol=0, atol=0)

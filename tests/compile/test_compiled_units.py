@@ -453,7 +453,9 @@ def test_what_is_compiled_is_refused_by_name(words: str) -> None:
     refused(error, words, lambda: leaf_step(kind, Compile(**options)))
 
 
-def second_derivatives_are_refused(rank: int, alone: bool) -> None:
+@pytest.mark.parametrize("alone", [True, False])
+@real_ranks(2)
+def test_second_derivatives_are_refused(rank: int, alone: bool) -> None:
     """torch itself gives zeros for these: the compiled function saves nothing that has a graph."""
     reset()
     net = nn.Sequential(Leaf()).double()
@@ -462,11 +464,6 @@ def second_derivatives_are_refused(rank: int, alone: bool) -> None:
         loss = loss_of(net, spec, batch(rank))({key: shard.requires_grad_() for key, shard in params.items()})
         with pytest.raises(RuntimeError, match=r"module '0' with .* a gradient with create_graph=True, outside or inside"):
             torch.autograd.grad(loss, list(params.values()), create_graph=True)
-
-
-def test_second_derivatives_are_refused(gloo2: Pool) -> None:
-    second_derivatives_are_refused(0, True)
-    gloo2.run(second_derivatives_are_refused, False)
 
 
 @seldom

@@ -17,7 +17,7 @@ from cases import Case, cases, each_rank, on_ranks, poisoned, same, specs, stack
 from depth import depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool, mesh_of, real_ranks
+from ranks import mesh_of, real_ranks
 from test_gather_full import values
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
@@ -290,25 +290,25 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
 """What is done to the model of one rank, or its policy, and what the error says."""
 
 
-def different(rank: int, odd: int, what: str, flat: bool) -> str:
-    model = layers()
-    made = DIFFERENCES[what][0](model) if rank == odd else None
-    spec = (fs.by_type(nn.Linear) if made is None or isinstance(made, nn.Module) else made)(model)
-    return message(fs.shard, model, spec if flat else spec.on(mesh_of(2, 2)))
+def on_two_or_four(flat: bool) -> int:
+    return 2 if flat else 4
 
 
+@pytest.mark.parametrize(("flat", "odd"), [(True, 1), (False, 3), (False, 1)])
 @pytest.mark.parametrize("what", sorted(DIFFERENCES))
-def test_ranks_with_different_models(what: str, gloo2: Pool, gloo4: Pool) -> None:
+@real_ranks(on_two_or_four)
+def test_ranks_with_different_models(rank: int, what: str, flat: bool, odd: int) -> None:
     """shard raises on *every* rank, with what rank 0 has and what the other has; on two axes nobody waits for the odd one.
 
     (torch trains with different ignored modules on different ranks; here that is an error as well.)
     """
-    runs = [gloo2.run(different, 1, what, True), gloo4.run(different, 3, what, False), gloo4.run(different, 1, what, False)]
-    for messages, odd in zip(runs, (1, 3, 1), strict=True):
-        assert len(set(messages)) == 1
-        pattern = rf"different models: expected, as on its rank 0, .*got on rank {odd} unit .*; build the same"
-        assert re.search(pattern, messages[0]), messages[0]
-        assert re.search(DIFFERENCES[what][1], messages[0]), messages[0]
+    model, (change, words) = layers(), DIFFERENCES[what]
+    made = change(model) if rank == odd else None
+    spec = (fs.by_type(nn.Linear) if made is None or isinstance(made, nn.Module) else made)(model)
+    said = message(fs.shard, model, spec if flat else spec.on(mesh_of(2, 2)))
+    pattern = rf"different models: expected, as on its rank 0, .*got on rank {odd} unit .*; build the same"
+    assert re.search(pattern, said), said
+    assert re.search(words, said), said
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
@@ -325,24 +325,19 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
 }
 
 
-def changed_after(rank: int, odd: int, what: str, flat: bool) -> str:
+@pytest.mark.parametrize(("flat", "odd"), [(True, 0), (True, 1), (False, 3), (False, 2)])
+@pytest.mark.parametrize("what", sorted(CHANGES))
+@real_ranks(on_two_or_four)
+def test_shard_of_a_model_changed_on_one_rank(rank: int, what: str, flat: bool, odd: int) -> None:
+    """A model that one rank alone changed after the spec was made is an error on every rank that names the parameter."""
     model = layers()
     spec = fs.by_type(nn.Linear)(model)
     bound = spec if flat else spec.on(mesh_of(2, 2))
     if rank == odd:
         CHANGES[what][0](model)
     said = message(fs.shard, model, bound)
+    assert re.search(rf"parameter {CHANGES[what][1]}", said), said
     same(fs.shard(layers(), bound), fs.shard(values(layers()), bound, rank=rank))  # and nothing is out of step
-    return said
-
-
-@pytest.mark.parametrize("what", sorted(CHANGES))
-def test_shard_of_a_model_changed_on_one_rank(what: str, gloo2: Pool, gloo4: Pool) -> None:
-    """A model that one rank alone changed after the spec was made is an error on every rank that names the parameter."""
-    runs = [gloo2.run(changed_after, 0, what, True), gloo2.run(changed_after, 1, what, True)]
-    for messages in [*runs, gloo4.run(changed_after, 3, what, False), gloo4.run(changed_after, 2, what, False)]:
-        for said in messages:
-            assert re.search(rf"parameter {CHANGES[what][1]}", said), said
 
 
 W = "1.weight"
@@ -363,22 +358,18 @@ BAD_SOURCES: dict[str, tuple[Callable[[Params], Any], str]] = {
 }
 
 
-def bad_source(rank: int, what: str, src: int, p: P, flat: bool) -> str:
+@pytest.mark.parametrize(("flat", "src", "p"), [(True, 0, P("shard")), (True, 1, P()), (False, 2, P("shard"))])
+@pytest.mark.parametrize("what", sorted(BAD_SOURCES))
+@real_ranks(on_two_or_four)
+def test_a_source_that_does_not_fit(rank: int, what: str, flat: bool, src: int, p: P) -> None:
+    """What is wrong with the source's dict is the same ValueError on every rank, and the next call works."""
     model = layers()
     spec = fs.by_type(nn.Linear, p=p)(model)
     bound = spec.bound if flat else spec.on(mesh_of(2, 2))
     said = message(fs.shard, BAD_SOURCES[what][0](values(model)) if rank == src else None, bound, src=src)
+    assert re.search(BAD_SOURCES[what][1], said), said
     good = fs.shard(values(model) if rank == src else None, bound, src=src)  # and nothing is out of step
     same(good, fs.shard(values(model), bound, rank=rank))
-    return said
-
-
-@pytest.mark.parametrize("what", sorted(BAD_SOURCES))
-def test_a_source_that_does_not_fit(what: str, gloo2: Pool, gloo4: Pool) -> None:
-    """What is wrong with the source's dict is the same ValueError on every rank, and the next call works."""
-    runs = [gloo2.run(bad_source, what, 0, P("shard"), True), gloo2.run(bad_source, what, 1, P(), True)]
-    for messages in [*runs, gloo4.run(bad_source, what, 2, P("shard"), False)]:
-        assert all(re.search(BAD_SOURCES[what][1], said) for said in messages), messages
 
 
 @real_ranks(2)
