@@ -202,7 +202,6 @@ def test_a_recomputed_call_has_the_attention_of_its_first_run(monkeypatch: pytes
 @every(options=[{"need_weights": False}, {"need_weights": True}, {"need_weights": False, "is_causal": True}])
 def test_multi_head_attention(options: dict[str, Any]) -> None:
     """torch's module runs its function outside of modes."""
-    torch.manual_seed(0)
     module = nn.MultiheadAttention(8, 2, batch_first=True).double()
     length = 10 * LENGTH
     x, mask = numbers(2, length, 8), nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
@@ -413,7 +412,6 @@ def test_random_numbers_are_those_of_the_first_run() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_16_bits_are_added_up_in_32(dtype: torch.dtype) -> None:
     """As those of the whole, which one product gives; added up in 16 bits they would be several times as far off."""
-    torch.manual_seed(0)
     w, h = torch.randn(4, 8, dtype=dtype), torch.randn(512, 4, dtype=dtype).abs()
 
     def f(w: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -155,7 +155,6 @@ TRANSFORMS = {
 @real_ranks(2)
 def test_pure_form(rank: int, way: str, strategy: str) -> None:
     """Buffers in, buffers out by has_aux: in three steps those of plain calls, and the ones that went in stay as they were."""
-    torch.manual_seed(0)
     model = with_batch_norm().double()
     spec = fs.by_type(Block, p=STRATEGIES[strategy])(model).bound
     params, buffers, theirs = fs.shard(model, spec), copies(model), copies(model)
@@ -183,10 +182,8 @@ def test_pure_form(rank: int, way: str, strategy: str) -> None:
 @real_ranks(2)
 def test_buffers_from_outside(rank: int) -> None:
     """Buffers that the step closes over are updated by a compiled step as by an eager one."""
-    torch.manual_seed(0)
     model = with_batch_norm()[: depth(1, 2)].double()
-    spec = fs.policies.whole()(model).bound
-    params, x = fs.shard(model, spec), torch.randn(4, 3, dtype=torch.float64)
+    (spec, params), x = shards_of(fs.policies.whole(), model), torch.randn(4, 3, dtype=torch.float64)
     results, plain = [], depth("eager", "aot_eager")
     ways = [lambda f: f, lambda f: fs.compile(f, backend="aot_eager"), lambda f: torch.compile(f, backend=plain)]
     for compiled in ways:
@@ -412,7 +409,6 @@ class Collecting(nn.Module):
 @every(strategy=STRATEGIES, how=["list", "attributes", "left"])
 def test_losses_that_the_model_itself_collects(how: str, strategy: str) -> None:
     """What the result was computed from is no error; a list of the others is."""
-    torch.manual_seed(0)
     model, x = Collecting(how).double(), torch.randn(3, 4, dtype=torch.float64)
     spec, params = shards_of(fs.by_type(Router, p=STRATEGIES[strategy]), model)
     for grad in (fs.grad, torch.func.grad):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from depth import at_most, pairs
 from models import EXACT, Architecture, assert_mean_gradients, module_class, unchanged, with_forward
-from parity import GRADIENTS, squared_loss, strategies
+from parity import GRADIENTS, shards_of, squared_loss, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 
@@ -274,8 +274,7 @@ def build(kind: str) -> tuple[Any, Tensor]:
 
 def refused(kind: str, policy: str, way: str, *, skeleton: bool = False) -> None:
     model, x = build(kind)
-    spec = POLICIES[policy](model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(POLICIES[policy], model)
     called = fs.skeleton(model) if skeleton else model
     words = r"'f\.0' runs in backward, after its functional_call, and would read"
     with unchanged(model), pytest.raises(RuntimeError, match=words):
@@ -310,8 +309,7 @@ def test_parameters_as_arguments_are_right(policy: str) -> None:
     model(x)["out"].square().mean().backward()
     want = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    spec = POLICIES[policy](model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(POLICIES[policy], model)
     for way in ("fs", "backward"):
         grads = GRADIENTS[way](lambda p: fs.functional_call(model, p, x, spec=spec)["out"].square().mean())(params)
         torch.testing.assert_close(fs.unshard(grads, spec), want, **EXACT)

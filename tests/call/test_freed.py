@@ -380,7 +380,6 @@ class Layer(nn.Module):
 @real_ranks(2, "worst")
 def test_the_step_after_an_error(rank: int, p: P, where: str, error: type[BaseException]) -> None:
     """The error comes as it was raised; what was under way is waited for by the next step, which is right."""
-    torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(6))).double()
     spec, params = shards_of(fs.by_type(Layer, p=p), model)
     x, leaves = torch.randn(3, 4, dtype=torch.float64), {key: shard.requires_grad_() for key, shard in params.items()}

@@ -319,7 +319,6 @@ Choice = module_class(
 @real_ranks(2)
 def test_ranks_that_run_other_units(rank: int) -> None:
     """The tags of slices travel beside bytes, too."""
-    torch.manual_seed(0)
     group: Any = dist.new_group()  # after the error its ranks may have started other collectives
     mesh = dist.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
     model = Choice()
@@ -524,7 +523,6 @@ ON_MESHES = [(name, sizes) for name, some in MESHES.items() for sizes in some]
 def test_local_units(rank: int, name: str, sizes: dict[str, int], strategy: str, transform: str) -> None:
     """A rank's side of a model of pieces: the mean over ranks, on the whole model, with each parameter cast by hand."""
     (_, axis, dims, kept), (ours, theirs), p = LAYERS[name], TRANSFORMS[transform], OF_LOCAL[strategy]
-    torch.manual_seed(0)
     whole, model = Chain(name), Chain(name, sizes[axis])
     full = {name: 0.9 * param.detach() for name, param in whole.named_parameters()}
     precision = Precision(param=F32, reduce=F64, keep={f"layers.*.{name}": F64 for name in kept})

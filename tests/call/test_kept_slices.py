@@ -176,7 +176,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @real_ranks(4)
 def test_a_step_is_that_of_shards(rank: int, what: str) -> None:
     """A step with kept slices is, bit by bit, that of shards alone."""
-    torch.manual_seed(0)
     model = chain().float() if what in ("bf16", "codec", "nf4") else chain()
     if what == "keep":  # bytes whose number is no multiple of the ranks
         model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5)) for _ in range(3)))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from depth import at_most, every
 from models import module_class, unchanged
+from parity import shards_of
 from torch import Tensor, nn
 
 import funshard as fs
@@ -62,8 +63,7 @@ Holds = module_class(
 
 
 def setting(model: nn.Module, policy: str) -> tuple[fs.PartitionSpec, fs.Params, Callable[[fs.Params], Tensor]]:
-    spec = POLICIES[policy](model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(POLICIES[policy], model)
     return spec, params, lambda p: fs.functional_call(model, p, (torch.ones(2, 4).double(),), spec=spec).sum()
 
 
@@ -319,8 +319,7 @@ def test_what_forward_makes_and_nobody_trains_is_no_error(make: Callable[[Makes]
 def test_what_is_tied_after_the_spec(tie: str) -> None:
     """The spec has two slices, and the model one parameter: an error that names both, as torch.func has it."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(2, 4)
-    spec = fs.by_type(nn.Linear)(model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(nn.Linear), model)
     if tie == "module":
         model[2] = model[0]
     else:

@@ -111,7 +111,6 @@ def test_ranks_that_run_other_units_get_an_error(rank: int, strategy: str, route
 
 def early(rank: int, layers: int, strategy: str, routes: tuple[tuple[int, ...], ...], step: str) -> str:
     """What a rank says that ends forward with other units than the other one, in a group with a timeout of 20 seconds."""
-    torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers)).double()
     model.forward = lambda x: [x := model[i](x).sin() for i in routes[rank]][-1] if routes[rank] else x
     group: Any = dist.new_group(timeout=timedelta(seconds=20))
@@ -148,7 +147,6 @@ def test_another_group_goes_on_after_the_error(gloo2: Pool) -> None:
 
 def with_unequal_losses(rank: int, strategy: str, checked: bool = False) -> str:
     """The same forward on all ranks, and on one of them a loss that does not depend on what came last."""
-    torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]).double()
     p = P("shard", reshard=False, align=64, precision=ENCODED) if strategy == "encoded" else STRATEGIES[strategy]
     spec = fs.by_type(nn.Linear, p=p)(model).on(own_group())
@@ -180,10 +178,8 @@ def test_the_check_names_losses_that_depend_on_other_units(gloo2: Pool, strategy
 
 @real_ranks(2)
 def test_ranks_that_unshard_other_units_get_an_error(rank: int) -> None:
-    torch.manual_seed(0)
     model = Routed(2)
-    spec = fs.by_type(nn.Linear)(model).on(own_group())
-    shards = fs.shard(model, spec)
+    spec, shards = shards_of(fs.by_type(nn.Linear), model, own_group())
     words = "gather_mean of unit 'experts.0' on rank 0, and gather_mean of unit 'experts.1' on rank 1"
     with pytest.raises(RuntimeError, match=words):
         fs.unshard(shards, spec, units=[f"experts.{rank}"])
@@ -192,7 +188,6 @@ def test_ranks_that_unshard_other_units_get_an_error(rank: int) -> None:
 @real_ranks(2)
 def test_a_forward_without_a_backward_is_compared(rank: int) -> None:
     """Also where it requires grad; a right one after a wrong one is right."""
-    torch.manual_seed(0)
     model = Routed(2).double()
     spec = fs.by_type(nn.Linear, p=fs.P("shard", precision=fs.Precision(codec=fs.codecs.int8())))(model)
     params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}

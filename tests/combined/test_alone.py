@@ -14,7 +14,7 @@ import torch
 from cases import same
 from depth import depth, seldom
 from models import refused
-from parity import DERIVATIVES
+from parity import DERIVATIVES, shards_of
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -162,8 +162,7 @@ def test_copies_of_full_parameters_on_two_ranks_are_said_once(rank: int, how: st
 def test_full_parameters_that_are_no_copies_are_not_warned_of(rank: int) -> None:
     """What unshard and accumulate give, inner steps of these under a gradient, and calls without a gradient."""
     net = model()
-    spec = fs.by_type(nn.Linear)(net).bound
-    params = fs.shard(net, spec)
+    spec, params = shards_of(fs.by_type(nn.Linear), net)
     with torch.no_grad():
         fs.functional_call(net, {name: x.clone() for name, x in net.state_dict().items()}, (X,), spec=spec)
 

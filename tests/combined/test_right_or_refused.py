@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from depth import at_most, every, some
 from fuzz_modules import PIECES
 from models import EXACT, module_class, refused, unchanged, with_forward
-from parity import DERIVATIVES, squared_loss, strategies
+from parity import DERIVATIVES, shards_of, squared_loss, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.func import grad
@@ -138,8 +138,7 @@ def test_parametrizations_for_the_length_of_a_call(rank: int) -> None:
 def test_writes_from_around_a_unit_are_refused(p: P, way: str) -> None:
     """Where others have read the unit's buffer since."""
     model = network(InPlaceAround)
-    spec = fs.by_path({"1.w": p, "2.w": p})(model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_path({"1.w": p, "2.w": p}), model)
     before = copy.deepcopy(params)
     with fs.check(), pytest.raises(RuntimeError, match=r"parameter '1\.w\.weight' of unit '1\.w' was changed in place"):
         DERIVATIVES[way](lambda q: squared(model, q, inputs()[0], spec))(params)
@@ -206,8 +205,7 @@ def test_parameters_that_are_only_read_do_not_count() -> None:
     model = nn.Sequential(nn.LSTM(3, 4, batch_first=True)).double()
     with torch.no_grad():
         model[0].bias_hh_l0[0] = torch.nan
-    spec = fs.policies.whole()(model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.policies.whole(), model)
     for check in (contextlib.nullcontext(), fs.check()):
         with check:
             out = fs.functional_call(model, params, (torch.ones(2, 5, 3).double(),), spec=spec)[0]
@@ -275,7 +273,6 @@ def test_a_call_in_a_call() -> None:
         lambda self, x: self.last(self.inner(x) + fs.functional_call(self.inner, fs.shard(other, inside), (x,), spec=inside)),
     )
 
-    torch.manual_seed(0)
     model, x = outer().double(), inputs()[0]
     other = {name: p.detach() * 3 for name, p in model.inner.named_parameters()}
     inside = fs.policies.whole()(model.inner)
@@ -332,7 +329,6 @@ READS: dict[str, tuple[Any, dict[str, str], str]] = {  # by strategy, where a fi
 def test_weights_read_where_others_are_computed_with(rank: int, read: str, strategy: str) -> None:
     """A gradient by them, or a hook on them, would miss what the module did with those that it was given."""
     forward, first, second = READS[read]
-    torch.manual_seed(0)
     model = module_class("Reads", lambda: {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}, forward)().double()
     x, spec = torch.randn(3, 4).double(), fs.by_type(nn.Linear, p=READ_BY[strategy])(model).bound
     loss, params = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum(), fs.shard(model, spec)

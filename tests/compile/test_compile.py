@@ -219,20 +219,6 @@ def test_other_strategies_and_a_mesh_of_two_axes() -> None:
     assert [unit for _, unit in hybrid.of("gather")] == [FIRST, *REST, LAST, *AGAIN]
 
 
-@seldom
-def test_every_phase_gathers_what_was_let_go() -> None:
-    """Forward gathers every unit once, backward again those that functional_call does; each one unit ahead of its use."""
-    read, _, _ = graph_of(P("shard"))
-    order = read.of("gather", "arrive", "use")
-    forward = [("gather", 0), ("arrive", 0), ("gather", 1), ("use", 0)]
-    for i in (*REST, LAST):
-        forward += [("arrive", i), *([("gather", i + 1)] if i < LAST else []), ("use", i)]
-    backward = [("use", 0), ("gather", AGAIN[0]), ("use", LAST)]
-    for i in AGAIN:
-        backward += [("arrive", i), *([("gather", i - 1)] if i > REST[0] else []), ("use", i)]
-    assert order == forward + backward
-
-
 low_precision = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: casts inside of a compiled call")
 
 

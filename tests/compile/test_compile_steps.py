@@ -358,7 +358,6 @@ def test_buffers_that_two_modules_share(given: str) -> None:
         self.seen = self.seen + 1
         return self.linear(x) * self.shared * self.seen
 
-    torch.manual_seed(0)
     shared = torch.full((2,), 3.0)
     parts = lambda: {"linear": nn.Linear(2, 2), "shared": nn.Buffer(shared), "seen": nn.Buffer(torch.zeros(()))}  # noqa: E731
     Counting = module_class("Counting", parts, count)

@@ -107,7 +107,6 @@ def test_casts_inside_of_a_compiled_call(rank: int, p: fs.P, last: fs.P | None) 
 
     A precision of the whole model on every torch.
     """
-    torch.manual_seed(0)
     model, x = Cast(), torch.randn(2, 5, 3)[rank]
     spec = fs.policies.whole(p)(model).bound
     if last:
@@ -198,7 +197,6 @@ def attributes(model: nn.Module) -> list[Any]:
 
 def check(rank: int, which: str, compiler: str, derivative: str) -> None:
     warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
-    torch.manual_seed(0)
     model = nn.Sequential(MODULES[which](), nn.Linear(3, 3), MODULES[which]()).double()
     spec, params = shards_of(fs.by_type(Stateful, p=fs.P("shard", remat=dist.get_world_size() > 1)), model)
 
@@ -251,7 +249,6 @@ class Routes(Stateful):
 
 def recorded(rank: int, compiler: str) -> None:
     warnings.simplefilter("ignore", FutureWarning)
-    torch.manual_seed(0)
     normed = nn.utils.weight_norm(nn.Linear(3, 3))  # its hook computes a weight with a graph in each forward
     model, x = nn.Sequential(Routes(), normed), torch.randn(2, 3)
     spec = fs.policies.whole()(model)

@@ -93,7 +93,6 @@ same = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
 def test_the_core_and_the_package_agree_on_real_ranks(rank: int, strategy: str) -> None:
     """Values and gradients of the core and of the package, by two reductions; then a derivative of the gradient."""
     warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     p, shape, names = STRATEGIES[strategy]
     spec = fs.by_type(nn.Linear, p=p)(model).on(init_device_mesh("cpu", shape, mesh_dim_names=names))

@@ -14,7 +14,7 @@ from cases import same
 from collective_log import Collectives, world
 from depth import at_most, every, mark_seldom
 from models import refused
-from parity import squared_loss
+from parity import shards_of, squared_loss
 from ranks import mesh_of, real_ranks
 from test_memory import Peak
 from torch import Tensor, nn
@@ -263,8 +263,7 @@ def test_the_order_of_names() -> None:
     """Units by their first parameter in the model, and parameters as in the model; of a tied parameter the first name."""
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4))
     model[2].weight = model[0].weight
-    spec = fs.by_path({"1": P("shard")})(model).on({"shard": 1})
-    shards = fs.shard(model, spec)
+    spec, shards = shards_of(fs.by_path({"1": P("shard")}), model, {"shard": 1})
     assert [name for name, _ in fs.stream_full(shards, spec)] == ["0.weight", "2.bias", "1.weight", "1.bias"]
     assert [name for name, _ in fs.stream_full(shards, spec, names="2.weight")] == ["0.weight"]
     assert [name for name, _ in fs.stream_full(shards, spec, names=["*.bias", "1.*"])] == ["2.bias", "1.weight", "1.bias"]
@@ -370,8 +369,7 @@ def test_bytes_and_overlap() -> None:
     """Each unit is gathered once, in the narrower dtype, while those before it are used; those without a name not at all."""
     with world(4):
         model = chained()
-        spec = fs.policies.always()(model).bound
-        shards = fs.shard(model, spec)
+        spec, shards = shards_of(fs.policies.always(), model)
         started: dict[float, list[int]] = {}
         for units in (0.5, 1, 1.5, 2, 10):
             with Collectives() as sent:
@@ -448,8 +446,7 @@ def test_streams_that_are_left(rank: int) -> None:
 @real_ranks(2)
 def test_ranks_that_stream_different_parameters(rank: int) -> None:
     model = chained(3)
-    spec = fs.policies.always()(model).bound
-    shards = fs.shard(model, spec)
+    spec, shards = shards_of(fs.policies.always(), model)
     for options in ({"names": f"{rank}.weight"}, {"dtype": (torch.bfloat16, torch.float16)[rank]}):
         for rank0_only in (False, True):
             with pytest.raises(RuntimeError, match="different units: gather of unit"):
@@ -467,8 +464,7 @@ def test_l4_every_dtype_travels(rank: int) -> None:
     model = nn.Module()
     for i, dtype in enumerate(DTYPES):
         model.register_parameter(f"p{i}", nn.Parameter(torch.arange(7).to(dtype), requires_grad=False))
-    spec = fs.policies.whole()(model).bound
-    shards = fs.shard(model, spec)
+    spec, shards = shards_of(fs.policies.whole(), model)
     same(fs.unshard(shards, spec), values(model))
     first = fs.unshard(shards, spec, rank0_only=True)
     same(first, values(model) if rank == 0 else {})

@@ -306,7 +306,6 @@ def test_over_some_axes_and_then_the_others(p: P) -> None:
 def test_micro_batches_with_one_all_reduce(rank: int, way: str, p: P) -> None:
     """HSDP on real ranks: three micro-batches reduced over the slices each, over the replicas once; or once altogether."""
     mesh = mesh_of(2, 2)
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     spec, params = shards_of(fs.by_type(nn.Linear, p=p), model, mesh)
     gradient = {"fs": fs.grad, "torch.func": torch.func.grad}[way]
@@ -372,10 +371,8 @@ def test_a_weight_that_is_no_number_of_samples(wrong: float) -> None:
 def test_a_weighted_loss_is_reduced_in_backward(rank: int) -> None:
     """``loss * weight_share`` and ``reduce="sum"`` on two ranks with two and five samples: the mean over seven."""
     mesh = mesh_of(2)
-    torch.manual_seed(0)
     model = nn.Linear(3, 1).double()
-    spec = fs.policies.whole()(model).on(mesh)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.policies.whole(), model, mesh)
     xs = torch.randn(7, 3, dtype=torch.float64)
     x = xs[:2] if rank == 0 else xs[2:]
 

@@ -17,6 +17,7 @@ from cases import Case, cases, each_rank, on_ranks, poisoned, same, specs, stack
 from depth import depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity import shards_of
 from ranks import mesh_of, real_ranks
 from test_gather_full import values
 from torch import Tensor, nn
@@ -443,8 +444,7 @@ def test_parts_of_the_tree(rank: int) -> None:
 def test_one_iteration(rank: int) -> None:
     """Uneven slices (12 elements and 9 of a weight): one step is W - lr mean(x), in closed form."""
     model = nn.Linear(3, 3)
-    spec = fs.policies.whole()(model).bound
-    shards = fs.shard(model, spec)
+    spec, shards = shards_of(fs.policies.whole(), model)
     xs = torch.randn(2, 3, generator=torch.Generator().manual_seed(6))
     call = lambda p: fs.functional_call(model, p, (xs[rank],), spec=spec)  # noqa: E731
     torch.testing.assert_close(call(shards), model(xs[rank]))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import of_transformers
+from parity import shards_of
 from ranks import Pool
 from torch import Tensor, nn
 
@@ -56,8 +57,7 @@ def on_ranks(rank: int, name: str) -> None:
     """Values, gradients, the spec and the way back, as with the model; then the model goes, and its memory."""
     model = build(name)
     policy = fs.by_size(100)
-    spec = policy(model).bound
-    params = fs.shard(model, spec)
+    spec, params = shards_of(policy, model)
     expected = grads(model, params, spec)
     full = {key: p.clone() for key, p in fs.unshard(params, spec).items()}
     before = {key: x.clone() for key, x in model.state_dict().items()}

@@ -89,7 +89,6 @@ def plain_loss(model: nn.Module, full: fs.Params, x: Tensor) -> Tensor:
 def test_a_new_stage_is_right_in_every_mode(rank: int, strategy: str, tmp_path: Path) -> None:
     """On two ranks, by both folds, beside the model on scaled parameters: the scheduled mode, autograd, a stack of transforms,
     data flow, full parameters, compressed gradients. Optimizer state and resharded parameters are what was sharded."""
-    torch.manual_seed(0)
     model, x = Residual().double(), torch.randn(2, 4, 3, dtype=torch.float64)
     spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model).bound
     params = fs.shard(model, spec)
@@ -144,7 +143,6 @@ def test_a_new_stage_is_right_in_every_mode(rank: int, strategy: str, tmp_path: 
 
 @pytest.mark.parametrize("strategy", ["shard", "replicated", "cast"])
 def test_a_new_stage_on_simulated_ranks(strategy: str) -> None:
-    torch.manual_seed(0)
     model, x = Residual().double(), torch.randn(3, 4, 3, dtype=torch.float64)
     spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model)
     full = {name: q.detach() for name, q in model.named_parameters()}

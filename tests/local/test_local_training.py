@@ -503,13 +503,8 @@ def test_tied_pieces(globs: Any) -> None:
         fs.policies.whole(P(local={"tensor": {"a.*": 0, "b.*": 1}}))(local)
 
 
-CHOICES: dict[str, dict[str, Any]] = {
-    "shard": {"axis": "shard"},
-    "kept": {"axis": "shard", "reshard": False},
-    "recomputed": {"axis": "shard", "remat": True},
-    "replicated": {"axis": None},
-    "offloaded": {"axis": "shard", "offload": ("params", "activations")},
-}
+CHOICES = [*OPTIONS[:3], OPTIONS[4], {"axis": "shard", "offload": OFFLOAD}]
+"""Split, replicated, kept, recomputed and offloaded."""
 
 
 # --- dropout ---
@@ -548,12 +543,11 @@ def mask(seed: int | None, like: Tensor) -> Tensor:
 
 
 @at_most(1)
-@each(options=CHOICES.values(), sizes=[{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"tensor": 1, "shard": 4}])
+@each(options=CHOICES, sizes=[{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"tensor": 1, "shard": 4}])
 @real_ranks(4)
 def test_dropout(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Masks differ on all ranks, or on those that have other rows; the whole model draws the same, and has the statistics."""
     warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)  # after assert_exact, which compares them
-    torch.manual_seed(0)
     whole, local = Dropped().double(), Dropped(sizes["tensor"]).double()
     names = {"up.*": 0, "down.weight": 1}
     spec = fs.policies.by_path({"": fs.P(**options, local={"tensor": names})})(local).on(mesh_of(**sizes))
@@ -618,12 +612,11 @@ class Counting(nn.Module):
 
 @at_most(1)
 @each
-@pytest.mark.parametrize("options", [CHOICES[name] for name in ("shard", "recomputed", "replicated", "kept")], ids=str)
+@pytest.mark.parametrize("options", CHOICES[:4], ids=str)
 @pytest.mark.parametrize("sizes", [{"shard": 2, "expert": 2}, {"expert": 4, "shard": 1}], ids=str)
 @real_ranks(4)
 def test_buffers_of_experts(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Statistics of an expert are those of its rows, on whatever ranks; the call returns a rank's own."""
-    torch.manual_seed(0)
     experts, group = 4, sizes["expert"]
     whole, local = Counting(experts).double(), Counting(experts, group).double()
     full = {name: p.detach() for name, p in whole.named_parameters()}
@@ -820,7 +813,6 @@ Normed = module_class(
 @pytest.mark.parametrize("axes", [None, "shard"])
 def test_statistics_over_a_local_axis_are_refused(axes: Any) -> None:
     """Of the axes that are given they are exact, and by default, over all axes, refused."""
-    torch.manual_seed(0)
     whole, local = Normed(4, "shard").double(), Normed(2, axes).double()
     full = {name: p.detach() for name, p in whole.named_parameters()}
     x = torch.randn(2, 5, 4, dtype=torch.float64)
