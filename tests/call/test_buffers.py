@@ -250,6 +250,7 @@ def trained(model: nn.Module) -> tuple[fs.PartitionSpec, Tree, Tree]:
 
 
 def test_evaluation_without_the_statistics_of_training_is_said_once() -> None:
+    """And nothing of statistics that are meant."""
     model, x = with_batch_norm(), torch.randn(4, 3)
     spec, params, buffers = trained(model)
     fs.functional_call(model.eval(), params, (x,), spec=spec, buffers=buffers)
@@ -262,11 +263,7 @@ def test_evaluation_without_the_statistics_of_training_is_said_once() -> None:
     words = r"own '1\.1\.running_mean', '1\.1\.running_var': they are those of a new model"
     with pytest.warns(fs._call.buffers.BufferWarning, match=words):
         gradient_of(fs.by_type(Block), model.eval(), x)
-
-
-def test_evaluation_with_statistics_that_are_meant_is_not_warned_of() -> None:
-    """Pretrained ones, those that were copied into the model after training, and those of layers that are frozen."""
-    x = torch.randn(4, 3)
+    # nor is of pretrained ones, those that were copied into the model after training, and those of layers that are frozen
     gradient_of(fs.by_type(Block), pretrained().eval(), x)
     for assign in (False, True):
         model = pretrained()

@@ -131,7 +131,10 @@ def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, **options: int) 
 
 @pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
 def test_units_are_freed_between_forward_and_backward(way: str) -> None:
-    """Root, one block and the next; after forward the root and the last block; after backward nothing."""
+    """Root, one block and the next; after forward the root and the last block; after backward nothing.
+
+    With P(reshard=False) gathered once, all alive after forward, none after backward.
+    """
     with net_of(5) as (model, spec):
         root, block = (spec.padded_numel(spec.by_key[key]) for key in ("", "blocks.0"))
         alive, after_forward, forward_peak, backward_peak = watched(model, spec, way)
@@ -141,11 +144,6 @@ def test_units_are_freed_between_forward_and_backward(way: str) -> None:
         assert backward_peak <= root + 3 * block
         assert alive.peak_unreduced <= 2 * block
         assert alive.now() == []
-
-
-@pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
-def test_kept_units_live_until_their_backward(way: str) -> None:
-    """P(reshard=False): gathered once, all alive after forward, none after backward."""
     with net_of(3, reshard=False) as (model, spec):
         alive, after_forward, _, _ = watched(model, spec, way)
         assert len(alive.gathered) == 4

@@ -16,7 +16,7 @@ from collective_log import world
 from depth import seldom
 from models import module_class, refused
 from parity import loss_of, mean_square
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -83,15 +83,12 @@ def test_stacks_of_transforms_and_checkpoints_have_ranges(tmp_path: Path) -> Non
     assert found["checkpoint plan"] == found["checkpoint write"] == found["checkpoint read"] == 1, found
 
 
-def traced(rank: int) -> dict[str, int]:
-    return dict(step(P("shard")))
-
-
-def test_real_ranks(gloo2: Pool) -> None:
+@real_ranks(2)
+def test_real_ranks(rank: int) -> None:
     """All ranks have the same ranges, and the numbers do not change."""
-    first, second = gloo2.run(traced)
-    assert first == second
-    assert first["gather 0"] == 2
+    p, policy, expected = RANGES["units"]
+    found = step(p, policy)
+    assert {name: found[name] for name in expected} == expected, found
 
 
 def test_a_profiler_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

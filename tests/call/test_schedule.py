@@ -193,8 +193,11 @@ def test_the_events_of_a_step(way: str, prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", AHEAD)
-def test_two_forwards_and_one_backward(prefetch: int) -> None:
-    """Each call has a schedule of its own: the events of one step's forward twice, then of its backward twice."""
+def test_two_forwards_and_kept_units(prefetch: int) -> None:
+    """Each call has a schedule of its own: the events of one step's forward twice, then of its backward twice.
+
+    P(reshard=False): forward is the same, backward only computes and reduces. One ahead, one in flight is the default.
+    """
     model = Blocks()
     with units_of(model) as spec:
         params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
@@ -204,15 +207,10 @@ def test_two_forwards_and_one_backward(prefetch: int) -> None:
             torch.autograd.backward(losses)
         assert events.forward == 2 * lines(FORWARD[prefetch])
         assert events.backward == 2 * lines(BACKWARD[prefetch])
-
-
-@pytest.mark.parametrize("prefetch", AHEAD)
-def test_kept_units_are_ahead_in_forward_and_not_gathered_in_backward(prefetch: int) -> None:
-    """P(reshard=False): forward is the same, backward only computes and reduces. One ahead, one in flight is the default."""
-    with world(8):
-        events = recorded(Blocks(), fs.by_type(MLP, p=P("shard", reshard=False))(Blocks()).bound, prefetch=prefetch)
+        kept = fs.by_type(MLP, p=P("shard", reshard=False))(model).bound
+        events = recorded(model, kept, prefetch=prefetch)
         assert (events.forward, events.backward) == (lines(FORWARD[prefetch]), lines(KEPT))
-        default = recorded(Blocks(), fs.by_type(MLP, p=CLOSE)(Blocks()).bound)
+        default = recorded(model, spec)
         assert (default.forward, default.backward) == (lines(FORWARD[1]), lines(BACKWARD[1]))
 
 
@@ -549,13 +547,16 @@ class Groups(TorchDispatchMode):
 @pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
 @real_ranks(2)
 def test_reductions_over_a_second_mesh(rank: int, p: P) -> None:
-    """The gradients are the same; gathers go over the first mesh's group, reductions over the second's."""
+    """The gradients are the same; gathers go over the first mesh's group, reductions over the second's, of the same axes."""
     first, second = (DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",)) for _ in range(2))
     one, two = first.get_group().group_name, second.get_group().group_name
     assert one != two
     model, x = Net(), numbers(rank, 0)
     policy = fs.by_type(MLP, p=p)(model)
     expected = step(model, policy.on(first), "fs", x)
+    for sizes in ({"shard": 4}, {"other": 2}, {"replicate": 1, "shard": 2}):
+        words = "reductions: expected a mesh of the same axes"
+        refused(ValueError, words, lambda sizes=sizes: policy.on(first, reductions=Mesh.of(sizes)))
     spec = policy.on(first, reductions=second)
     for way, prefetch in product(WAYS, (0, 1)):
         trained = fs.shard(model, spec)
@@ -564,13 +565,6 @@ def test_reductions_over_a_second_mesh(rank: int, p: P) -> None:
         same(got, expected, way)
         moved = {"broadcast": {one}, "all_to_all_single": {two}} if p.axes else {"all_reduce": {two}}
         assert groups.of == moved
-
-
-def test_the_second_mesh_has_the_same_axes() -> None:
-    mesh = Mesh.of({"shard": 4})
-    spec = fs.by_type(MLP, p=CLOSE)(Net())
-    for other in ({"shard": 2}, {"other": 4}, {"replicate": 1, "shard": 4}):
-        refused(ValueError, "reductions: expected a mesh of the same axes", lambda: spec.on(mesh, reductions=Mesh.of(other)))
 
 
 class Cast(nn.Sequential):

@@ -294,7 +294,7 @@ def test_compiled(rank: int) -> None:
 
 
 def test_bytes() -> None:
-    """A rank sends its values once, a derivative's as well; nothing where it keeps them."""
+    """A rank sends its values once, a derivative's as well, of uneven counts what they say; nothing where it keeps them."""
     x = torch.ones(8, 3)
     with world(4), Collectives() as sent:
         axis = Mesh.world()["shard"]
@@ -303,7 +303,8 @@ def test_bytes() -> None:
         assert sent.all == []
         grad(lambda x: c.permute(x, axis).sum())(x)
         grad(lambda x: c.all_to_all(x, axis, concat_dim=1).sum())(x)
-    assert [(s.op, s.numel) for s in sent.all] == [("all_to_all_single", 24)] * 4
+        grad(lambda x: c.ragged_all_to_all(x, axis, [3, 0, 5, 1], size=20).sum())(torch.ones(10, 2))
+    assert [(s.op, s.numel) for s in sent.all] == [("all_to_all_single", n) for n in (24, 24, 24, 24, 2 * 9, 2 * 12)]
 
 
 # --- Uneven counts ---
@@ -380,15 +381,13 @@ def test_wrong_counts_on_simulated_ranks(counts: tuple[Any, ...], options: dict[
         refused(ValueError, match, lambda: fs.testing.spmd(f, 2)(torch.ones(2, 3, 2)))
 
 
-def test_equal_counts_need_no_size_on_simulated_ranks() -> None:
+def test_counts_that_need_no_size() -> None:
+    """Equal ones of simulated ranks; and one rank's own, which have to fit."""
     x = torch.arange(8.0).view(2, 4)
     got = fs.testing.spmd(lambda mesh, x: c.ragged_all_to_all(x, mesh["shard"], [2, 2]), 2)(x)
     assert got.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
-
-
-@pytest.mark.parametrize("counts", [([2],), ([3], [2]), ([4],)])
-def test_wrong_counts_on_one_rank(counts: tuple[Any, ...]) -> None:
-    refused(ValueError, "ragged_all_to_all", lambda: c.ragged_all_to_all(torch.ones(3), ProcessAxis(1, 0), *counts))
+    for counts in (([2],), ([3], [2]), ([4],)):
+        refused(ValueError, "ragged_all_to_all", lambda: c.ragged_all_to_all(torch.ones(3), ProcessAxis(1, 0), *counts))
 
 
 @seldom
@@ -417,14 +416,6 @@ def test_uneven_counts_compiled(rank: int) -> None:
             make_fx(lambda x: c.ragged_all_to_all(x, axis, *counts))(x)
     with pytest.raises(ValueError, match="expected 3 rows together"):
         make_fx(lambda x: c.ragged_all_to_all(x, axis, [1, 1], [1, 1]))(torch.ones(3))
-
-
-def test_bytes_of_uneven_counts() -> None:
-    """What is sent is what the counts say, in backward as well; nothing else crosses the axis."""
-    with world(4), Collectives() as sent:
-        axis = Mesh.world()["shard"]
-        grad(lambda x: c.ragged_all_to_all(x, axis, [3, 0, 5, 1], size=20).sum())(torch.ones(10, 2))
-    assert [(s.op, s.numel) for s in sent.all] == [("all_to_all_single", 2 * 9), ("all_to_all_single", 2 * 12)]
 
 
 def test_shapes_without_values() -> None:

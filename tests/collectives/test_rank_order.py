@@ -131,18 +131,13 @@ def test_a_rank_that_leaves_out_the_last_unit_is_an_error(rank: int, strategy: s
     assert_says(error, "ranks ran different units", "unit '1'", "check_order=False")
 
 
-def after_other_units(rank: int) -> float:
-    """A value of the world's group after ranks ran other units of a group of their own: one of them gathered one more ahead."""
+@real_ranks(2)
+def test_another_group_goes_on_after_the_error(rank: int) -> None:
+    """No call of the world's waits for what the other rank, which has gathered one more ahead, has never started."""
     assert "ranks ran different units" in early(rank, 2, "shard", ((0,), (1,)), "no_grad")
-    model = nn.Linear(6, 6, dtype=torch.float64)
-    spec = fs.policies.whole()(model)
-    return fs.functional_call(model, fs.shard(model, spec), (torch.ones(6).double(),), spec=spec).sum().item()
-
-
-def test_another_group_goes_on_after_the_error(gloo2: Pool) -> None:
-    """No call waits for what the other rank has never started."""
-    first, second = gloo2.run(after_other_units)
-    assert first == second
+    model, x = nn.Linear(6, 6, dtype=torch.float64), torch.ones(6).double()
+    spec, params = shards_of(fs.policies.whole(), model)
+    assert torch.equal(fs.functional_call(model, params, (x,), spec=spec), model(x))
 
 
 def with_unequal_losses(rank: int, strategy: str, checked: bool = False) -> str:
@@ -367,21 +362,15 @@ def test_ranks_that_ask_for_different_things(rank: int) -> None:
 
 
 def test_src_where_there_is_none() -> None:
-    """Of simulated ranks all are one process; rank= is no source."""
-    model = layers()
+    """Of simulated ranks all are one process, where nothing is compared: each is handed its values; rank= is no source."""
+    model, narrow = layers(), fs.policies.whole(P(align=1))(nn.Linear(2, 1, bias=False))
+    run = fs.testing.spmd(lambda mesh, w: fs.shard({"weight": w}, narrow.on(mesh))[""], 3)
+    assert torch.equal(run(torch.arange(6.0).view(3, 1, 2)), torch.arange(6.0).view(3, 2))
     with pytest.raises(ValueError, match=r"src= on a simulated mesh: expected process groups"):
         fs.testing.spmd(lambda mesh, _: fs.shard(values(model), fs.policies.whole()(model).on(mesh), src=0), 2)(torch.zeros(2))
     with pytest.raises(ValueError, match=r"expected rank= or src=, got both: 1 and 0"):
         fs.shard(model, fs.policies.whole()(model), rank=1, src=0)
     same(fs.shard(model, fs.policies.whole()(model), src=0), fs.shard(model, fs.policies.whole()(model)))
-
-
-def test_simulated_ranks_hold_what_they_are_given() -> None:
-    """There nothing is compared: each is handed its values as an argument."""
-    model = nn.Linear(2, 1, bias=False)
-    spec = fs.policies.whole(P(align=1))(model)
-    out = fs.testing.spmd(lambda mesh, w: fs.shard({"weight": w}, spec.on(mesh))[""], 3)(torch.arange(6.0).view(3, 1, 2))
-    assert torch.equal(out, torch.arange(6.0).view(3, 2))
 
 
 # --- The numbers that stand for values. ---
@@ -424,8 +413,11 @@ def test_a_changed_element_always_shows(dtype: torch.dtype, numel: int, seed: in
     assert (digest(swapped) == digest(x)) == torch.equal(swapped.view(torch.uint8), x.view(torch.uint8))
 
 
-def test_a_changed_element_shows_in_a_long_tensor() -> None:
-    """Over more than one piece of what is looked at together, also where equal changes are far apart."""
+def test_digests_of_long_tensors_and_of_odd_shapes() -> None:
+    """A changed element shows over more than one piece of what is looked at together, also where equal changes are far apart.
+
+    Meta tensors count as alike; empty and 0-dim parameters and other memory orders are values like others.
+    """
     x = torch.ones(1 << 19)
     own = digest(x)
     for places in ([0], [(1 << 19) - 1], [1 << 18], [5, 5 + (1 << 18)]):
@@ -434,10 +426,6 @@ def test_a_changed_element_shows_in_a_long_tensor() -> None:
         assert digest(y) != own
     rolled = torch.arange(1 << 19)
     assert digest(rolled) != digest(rolled.roll(1 << 17))
-
-
-def test_what_has_no_values_and_odd_shapes() -> None:
-    """Meta tensors count as alike; empty and 0-dim parameters and other memory orders are values like others."""
     assert digest(torch.empty(3, device="meta")) == [0]
     assert digest(torch.zeros(0), torch.tensor(3.0)) == digest(torch.zeros(0), torch.full((1,), 3.0))
     x = torch.randn(2, 3, 4, 5)

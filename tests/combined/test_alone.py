@@ -210,11 +210,7 @@ def test_a_parameter_with_the_name_of_a_unit(make: Callable[[], fs.PartitionSpec
         assert {"a:frozen", "a"} < set(make().by_key)
         return
     refused(ValueError, rf"parameter '{key}' has the name of a unit, .*rename it in the model", lambda: make())
-
-
-def test_a_parameter_with_the_path_of_a_module() -> None:
-    """torch refuses one that is registered; one that gets in by another way is refused here."""
-    net = nn.Module()
+    net = nn.Module()  # the path of a module: torch refuses one that is registered; what gets in by another way is refused here
     net.a = nn.Linear(2, 2)
     refused(KeyError, "attribute 'a' already exists", lambda: net.register_parameter("a", nn.Parameter(torch.ones(1))))
     net._parameters["a"] = nn.Parameter(torch.ones(1))

@@ -219,6 +219,20 @@ def test_other_strategies_and_a_mesh_of_two_axes() -> None:
     assert [unit for _, unit in hybrid.of("gather")] == [FIRST, *REST, LAST, *AGAIN]
 
 
+@seldom
+def test_every_phase_gathers_what_was_let_go() -> None:
+    """Forward gathers every unit once, backward again those that functional_call does; each one unit ahead of its use."""
+    read, _, _ = graph_of(P("shard"))
+    order = read.of("gather", "arrive", "use")
+    forward = [("gather", 0), ("arrive", 0), ("gather", 1), ("use", 0)]
+    for i in (*REST, LAST):
+        forward += [("arrive", i), *([("gather", i + 1)] if i < LAST else []), ("use", i)]
+    backward = [("use", 0), ("gather", AGAIN[0]), ("use", LAST)]
+    for i in AGAIN:
+        backward += [("arrive", i), *([("gather", i - 1)] if i > REST[0] else []), ("use", i)]
+    assert order == forward + backward
+
+
 low_precision = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: casts inside of a compiled call")
 
 
@@ -487,17 +501,14 @@ def test_peak_memory_is_not_above_eager() -> None:
 
 
 # --- donation ---
-def test_donated_tensors_hold_the_new_values() -> None:
+def test_donated_values_move() -> None:
     """And what is returned is they, whether they require grad or not; what is not donated is left alone."""
     given, kept, leaf = torch.arange(3.0), torch.ones(3), torch.ones(3, requires_grad=True)
     step = compile(lambda donated, k: ([donated[0] + k, donated[1] * 2], k.sum()), donate_argnums=0, backend="aot_eager")
     (a, b), total = step([given, leaf], kept)
     assert (a is given, b is leaf, total) == (True, True, 3)
     assert [x.tolist() for x in (given, leaf, kept)] == [[1, 2, 3], [2, 2, 2], [1, 1, 1]]
-
-
-def test_donated_values_move() -> None:
-    """Old values that go to another donated tensor are read before they are written over."""
+    # old values that go to another donated tensor are read before they are written over
     now, before = torch.tensor([1.0, 2.0]), torch.zeros(2)
     compile(lambda now, before: (now + 1, now.clone()), donate_argnums=(0, 1), backend="aot_eager")(now, before)
     assert (now.tolist(), before.tolist()) == ([2, 3], [1, 2])
@@ -523,10 +534,7 @@ def test_donation_errors() -> None:
     words = r"donate_argnums \(1,\) but 1 positional arguments: expected 0..0"
     refused(ValueError, words, lambda: give(double, donate_argnums=1)(x))
     refused(TypeError, r"donated argument 0\['a'\]: expected a tensor, got int", lambda: give(lambda x: x)({"a": 1}))
-
-
-def test_donated_views_that_overlap() -> None:
-    """What is written into one would be seen in the other."""
+    # of views that overlap what is written into one would be seen in the other
     step = compile(lambda p: {key: x * 2 for key, x in p.items()}, donate_argnums=0, backend="aot_eager")
     x = torch.arange(12.0)
     words = r"\['a'\] and .* argument 0\['b'\] share memory, which donate_argnums=\(0,\) writes"

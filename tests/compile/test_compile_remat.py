@@ -73,6 +73,7 @@ SAVES: dict[str, tuple[Any, list[int]]] = {  # mm (two of them backward's), exp,
     "a policy": (policy, [1 + 2, 2, 3]),
     "contexts": (functools.partial(create_selective_checkpoint_contexts, policy), [1 + 2, 2, 3]),
     "a name": ({"first"}, [2 + 2, 2, 2]),
+    "one that is not given": ({"last"}, [2 + 2, 2, 3]),  # which without the compiler is an error
     "both": ({"first", MM}, [1 + 2, 2, 2]),
     "all": ({MM, EXP, "first"}, [1 + 2, 1, 2]),
 }
@@ -104,13 +105,6 @@ def test_regions_end_where_the_next_begins() -> None:
     back = torch.ops.aten.tanh_backward.default
     order = [node.target for node in graph.graph.nodes if node.target in (SIN, EXP, TANH, back)]
     assert order == [SIN, EXP, TANH] * 3 + [back, SIN, EXP] * 3  # what tanh gave is the next one's argument, and so there
-
-
-def test_names_that_are_not_given() -> None:
-    """Nothing is saved, and no number changes; without the compiler it is an error."""
-    again = fs.remat(curve, save={"last"})
-    got = fs.compile(torch.func.grad(lambda w: again(w, X).sum()), backend="aot_eager")(W)
-    equal(got, torch.func.grad(lambda w: curve(w, X).sum())(W))
 
 
 @seldom

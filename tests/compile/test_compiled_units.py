@@ -399,10 +399,7 @@ def test_blocks_that_the_user_compiled(is_bare: bool) -> None:
     torch.testing.assert_close(got, expected, **EXACT)
     assert counted() == (2, 0)
     assert [block._compiled_call_impl for block in net] == made
-
-
-def test_a_compiled_module_that_is_no_unit() -> None:
-    net = model()
+    net = model()  # a compiled module that is no unit
     net[0].up.compile(backend="aot_eager")
     with pytest.raises(TypeError, match=r"module '0\.up' was compiled in place by \.compile\(\).*that of units only"):
         trained(net, P("shard"))

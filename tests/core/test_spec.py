@@ -268,7 +268,10 @@ def test_s6_identities(model: nn.Module, p: fs.P) -> None:
 
 # --- The table. ---
 def test_str_of_a_spec_is_a_table() -> None:
-    """Path, P, parameters, numel, padding, bytes per rank and totals, to the letter."""
+    """Path, P, parameters, numel, padding, bytes per rank and totals, to the letter.
+
+    Of units that differ in numbers of their paths alone, ``layers.{0..31}``, a row with how many they are, and the same totals.
+    """
     model = nn.Sequential(nn.Linear(100, 20), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1).bfloat16()), nn.LayerNorm(3))
     model[2].requires_grad_(False)
     policy = fs.by_path({"0": fs.P("shard"), "1": fs.P(("replicate", "shard"), reshard=False, align=8)})
@@ -283,10 +286,6 @@ def test_str_of_a_spec_is_a_table() -> None:
         "total       replicate=2 x shard=4                                       7  2,039      169           2,128\n"
         "ignored: 2.bias"
     )
-
-
-def test_rows_that_are_alike_are_one() -> None:
-    """``layers.{0..31}``: units that differ in numbers of their paths alone, with how many they are; totals are the same."""
     model = nn.ModuleDict({"embed": nn.Linear(3, 4), "layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(32))})
     assert str(fs.by_path({"layers.*": fs.P("shard")})(model).on({"shard": 4})) == (
         "unit            P           parameters    numel  padding  bytes per rank\n"

@@ -305,11 +305,7 @@ def test_local_axes_are_among_the_others() -> None:
     message = r"compress.exact: unit '' is local over axis 'expert', .*: expected axes= with it, got \['node'\]"
     refused(ValueError, message, lambda: exact("node").reduce({}, (), spec))
     exact("expert").reduce({}, (), spec)
-
-
-def test_wholes_are_no_gradients_of_pieces() -> None:
-    model = torch.nn.ParameterDict({"w": torch.zeros(2, 8)})
-    spec = fs.policies.whole(fs.P(local={"expert": 0}))(model).on({"expert": 2})
+    spec = fs.policies.whole(fs.P(local={"expert": 0}))(model).on({"expert": 2})  # wholes are no gradients of pieces
     refused(ValueError, r"'w'.*expected.*\[2, 8\], got .*\[4, 8\]", lambda: exact().reduce({"w": torch.zeros(4, 8)}, (), spec))
 
 
@@ -708,13 +704,6 @@ NORMS = (1.0, 2.0, float("inf"))
 WANTED = torch.stack([*(torch.linalg.vector_norm(vector(WHOLE), p) for p in NORMS), vector(WHOLE).square().sum()]).repeat(2)
 
 
-@real_ranks(4)
-def test_norms_count_every_piece_once(rank: int) -> None:
-    """On simulated ranks and on real ones."""
-    torch.testing.assert_close(of_all_ranks(measures), WANTED.expand(4, -1))
-    torch.testing.assert_close(measures(SPEC.on(mesh_of(**AXES))), WANTED)
-
-
 def test_the_derivative_of_clipped_pieces() -> None:
     """Of a sum over them, of which each rank has a part."""
 
@@ -743,8 +732,10 @@ def averages(spec: fs.PartitionSpec) -> tuple[fs.Params, fs.Params, fs.Params]:
 
 
 @real_ranks(4)
-def test_averages_keep_pieces_apart(rank: int) -> None:
+def test_norms_count_every_piece_once_and_averages_keep_them_apart(rank: int) -> None:
     """On simulated ranks and on real ones."""
+    torch.testing.assert_close(of_all_ranks(measures), WANTED.expand(4, -1))
+    torch.testing.assert_close(measures(SPEC.on(mesh_of(**AXES))), WANTED)
     for *found, before in (of_all_ranks(averages), averages(SPEC.on(mesh_of(**AXES)))):
         for got in found:
             torch.testing.assert_close(got, {name: x + 0.5 for name, x in before.items()})
