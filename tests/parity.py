@@ -278,3 +278,13 @@ def policies(mixed: Mapping[str, fs.P], *names: str) -> dict[str, fs.Policy]:
 
 def mean_square(y: Tensor) -> Tensor:
     return y.square().mean()
+
+
+def subtracted(
+    loss: Callable[..., Tensor], params: fs.Params, batches: list[Tensor], spec: fs.PartitionSpec, **options: Any
+) -> tuple[fs.Params, Any]:
+    """What `fs.update_in_backward` with SGD of a rate of 1 subtracts: the gradient; and the norm."""
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0, donate=True)
+    mine = {key: p.clone() for key, p in params.items()}
+    result = fs.update_in_backward(update, loss, mine, init(mine), batches, spec=spec, **options)
+    return {key: params[key] - p for key, p in result.params.items()}, result.norm

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from collective_log import Collectives, Sent, world
 from depth import at_most, each, every, mark_seldom, seldom
 from models import module_class, refused
-from parity import DERIVATIVES, GRADIENTS, HIGHER, gradient_of, loss_of, shards_of, strategies
+from parity import DERIVATIVES, GRADIENTS, HIGHER, gradient_of, loss_of, shards_of, strategies, subtracted
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 
@@ -238,10 +238,7 @@ def test_options_of_a_step(rank: int, name: str) -> None:
         parts = list(batch.split(2))
         grads, _ = fs.accumulate(loss, shards, parts, spec=spec, keep=name.split()[1], reduce=2 * 1.0)  # of the sum
     elif name == "update_in_backward":
-        init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0, donate=True)
-        mine = {key: shard.clone() for key, shard in shards.items()}
-        new = fs.update_in_backward(update, loss, mine, init(mine), [batch], spec=spec).params
-        grads = {key: shards[key] - new[key] for key in shards}
+        grads, _ = subtracted(loss, shards, [batch], spec)
     elif name == "frozen":
         trained, rest = fs.partition(shards, spec)
         grads = fs.grad(lambda p: loss({**rest, **p}, batch))(trained)

@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import Codec, P, Precision, _torch, codecs
-from funshard._wire import reductions
 
 
 @contextlib.contextmanager
@@ -457,18 +456,6 @@ def test_kernels_of_a_step(p: str, way: str) -> None:
     assert max(counts) - plain.all <= most * units
     assert counts[1] <= counts[2] <= counts[1] + 1  # the zeros of all padding
     assert counts[0] == counts[1] - units * (p == "float16")  # on two ranks it divides once
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_buckets_of_replicated_units(way: str) -> None:
-    """On the CPU they are reduced once they are BUCKET_BYTES together, and at the end of backward."""
-    units, dim = 9, 512
-    sent = step_of_linears(Collectives(), P(), 8, way, units, dim)
-    one = 4 * (dim * dim + dim)
-    together = -(-reductions.BUCKET_BYTES // one)
-    assert 1 < together < units / 2
-    assert {s.op for s in sent.all} == {"all_reduce"}
-    assert [s.bytes for s in sent.all] == [together * one] * (units // together) + [units % together * one]
 
 
 # --- codecs ---

@@ -235,20 +235,10 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], P]] = {
 }
 
 
-def mesh_of(shape: tuple[int, ...], *, own: bool = False) -> DeviceMesh:
-    """A mesh of this shape, on process groups of its own if so asked."""
-    names = ("replicate", "shard")[-len(shape) :]
-    if not own:
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
-    numbers_of_ranks = torch.arange(dist.get_world_size()).view(shape)
-    groups = []
-    for dim in range(len(shape)):
-        rows = numbers_of_ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
-        made = {tuple(row): dist.new_group(row) for row in rows}
-        groups.append(next(g for row, g in made.items() if dist.get_rank() in row))
-    if len(shape) == 1:
-        return DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=names)
-    return DeviceMesh.from_group(groups, "cpu", mesh=numbers_of_ranks, mesh_dim_names=names)
+def second_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    """A mesh of this shape on process groups of its own, which torch does not give one over all ranks."""
+    group: Any = dist.new_group()
+    return ranks.mesh_of(*shape) if len(shape) > 1 else DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
 
 
 @at_most(1)
@@ -257,7 +247,8 @@ def mesh_of(shape: tuple[int, ...], *, own: bool = False) -> DeviceMesh:
 def test_what_overlaps(rank: int, layout: str) -> None:
     """Gathers ahead and reductions behind, over one mesh or two."""
     shape, p = LAYOUTS[layout]
-    model, mesh, second = network(), mesh_of(shape), mesh_of(shape, own=True)
+    model, mesh, second = network(), ranks.mesh_of(*shape), second_mesh(shape)
+    assert mesh.get_group(0).group_name != second.get_group(0).group_name
     policy = fs.by_type(Layer, p=p)(model)
     specs = {"one mesh": policy.on(mesh), "two": policy.on(mesh, reductions=second)}
     for which, prefetch, in_flight, way in some(itertools.product(specs, (0, 1, 2), (1, 2), ("backward", "torch.func")), 1):

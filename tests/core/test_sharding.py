@@ -383,7 +383,7 @@ def test_a_spec_on_another_world(rank: int) -> None:
     for call, words in (
         (
             lambda: fs.shard(model, four),
-            r"the spec is on sizes alone, \{'shard': 4\}: .* bind the spec to process groups by \.on\(init_device_mesh",
+            r"sizes alone, \{'shard': 4\}: expected a rank in 0\.\.3, got None; give rank=, or bind .*\.on\(init_device",
         ),
         (
             lambda: fs.functional_call(model, shards, x, spec=four),

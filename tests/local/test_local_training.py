@@ -12,6 +12,7 @@ import torch
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom, seldom
 from models import module_class, refused
+from parity import subtracted
 from ranks import mesh_of, real_ranks
 from test_local import LAYERS, OPTIONS, Setting, batches, check, objective, of_rank
 from torch import Tensor, nn
@@ -74,15 +75,12 @@ def accumulated(case: Rank) -> None:
 
 def updated_in_backward(case: Rank) -> None:
     """A step of SGD with a rate of 1 subtracts the gradient, clipped by the norm of all ranks' pieces."""
-    init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0, donate=True)
     want = case.expected()
     for max_norm in (None, 0.1):
-        params = {key: p.clone() for key, p in case.params.items()}
         clip: Any = {"max_norm": max_norm, "clip": "previous", "norm": norm(want)} if max_norm else {}
-        result = fs.update_in_backward(update, case.loss, params, init(params), list(case.x), spec=case.spec, **clip)
-        assert result.norm is None or torch.allclose(result.norm, norm(want))
+        steps, total = subtracted(case.loss, case.params, list(case.x), case.spec, **clip)
+        assert total is None or torch.allclose(total, norm(want))
         scale = 1.0 if max_norm is None else max_norm / (norm(want) + 1e-6)
-        steps = {key: case.params[key] - p for key, p in result.params.items()}
         case.check(steps, {name: g * scale for name, g in want.items()})
 
 
@@ -353,14 +351,6 @@ class Mixed(Rank):
         return torch.stack([self.loss(params, x) for x in xs]).mean()
 
 
-def in_backward(case: Mixed) -> Tree:
-    """The step of SGD with a rate of 1."""
-    init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0, donate=True)
-    params = {key: p.clone() for key, p in case.params.items()}
-    result = fs.update_in_backward(update, case.loss, params, init(params), list(case.x), spec=case.spec)
-    return {key: case.params[key] - p for key, p in result.params.items()}
-
-
 def scaled(case: Mixed) -> Tree:
     init, unscale = fs.loss_scale.dynamic(case.spec, scale=1024.0)
     state = init(case.params)
@@ -390,7 +380,7 @@ STEPS: dict[str, Callable[[Mixed], Tree]] = {
     "autograd": by_autograd,
     "vmap": under_vmap,
     "no_sync": lambda case: fs.accumulate(case.loss, case.params, list(case.x), spec=case.spec, keep="full")[0],
-    "update_in_backward": in_backward,
+    "update_in_backward": lambda case: subtracted(case.loss, case.params, list(case.x), case.spec)[0],
     "loss_scale": scaled,
 }
 
