@@ -288,3 +288,15 @@ def subtracted(
     mine = {key: p.clone() for key, p in params.items()}
     result = fs.update_in_backward(update, loss, mine, init(mine), batches, spec=spec, **options)
     return {key: params[key] - p for key, p in result.params.items()}, result.norm
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Random numbers of a seed of their own."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def same_leaves(got: object, expected: object, **close: float) -> None:
+    """Of two trees; a lost backward is silently zero."""
+    for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
+        assert b.abs().sum() > 0
+        assert_close(a, b, **close)

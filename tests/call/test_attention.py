@@ -16,7 +16,7 @@ from collective_log import Collectives, world
 from depth import at_most, each, every, mark_seldom, seldom
 from models import module_class, refused
 from orders import FIRST_AND_SECOND, ORDERS, cubes
-from parity import gradient_of, loss_of, shards_of
+from parity import gradient_of, loss_of, normal, shards_of
 from ranks import real_ranks
 from test_memory import Peak
 from torch import Tensor, nn
@@ -32,15 +32,11 @@ from funshard._transforms import sliced
 LENGTH, BLOCK = 11, 4
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def qkv(heads: int = 4, queries: int = LENGTH, keys: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
-    return numbers(2, 4, queries, 3), numbers(2, heads, keys, 3, seed=1), numbers(2, heads, keys, 3, seed=2)
+    return normal(2, 4, queries, 3), normal(2, heads, keys, 3, seed=1), normal(2, heads, keys, 3, seed=2)
 
 
-ALLOWED = numbers(LENGTH, LENGTH) > -0.3
+ALLOWED = normal(LENGTH, LENGTH) > -0.3
 ALLOWED[3] = False  # a query that attends to nothing
 CASES: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = {
     "all": (qkv(), {}),
@@ -48,8 +44,8 @@ CASES: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = {
     "causal, more keys": (qkv(queries=7), {"is_causal": True}),
     "causal, fewer keys": (qkv(keys=6), {"is_causal": True, "scale": 0.3}),
     "bool mask": (qkv(), {"attn_mask": ALLOWED}),
-    "additive mask": (qkv(), {"attn_mask": numbers(2, 1, LENGTH, LENGTH).masked_fill(~ALLOWED, -torch.inf)}),
-    "one mask for all queries": (qkv(), {"attn_mask": numbers(2, 1, 1, LENGTH) > 0}),
+    "additive mask": (qkv(), {"attn_mask": normal(2, 1, LENGTH, LENGTH).masked_fill(~ALLOWED, -torch.inf)}),
+    "one mask for all queries": (qkv(), {"attn_mask": normal(2, 1, 1, LENGTH) > 0}),
     "fewer heads of keys": (qkv(heads=2), {"enable_gqa": True, "is_causal": True}),
     "no queries": (qkv(queries=0), {}),
 }
@@ -79,14 +75,14 @@ def test_a_mask_has_its_derivative() -> None:
     """As a learnt bias by position, which all queries share or not."""
     xs = qkv()
     for shape in ((1, 4, LENGTH, LENGTH), (1, 1, 1, LENGTH)):
-        bias = numbers(*shape, seed=3)
+        bias = normal(*shape, seed=3)
         as_math(lambda b=bias: fs.hvp(lambda bias: cubes(F.scaled_dot_product_attention)(*xs, bias), b, b.cos()))
 
 
 @pytest.mark.parametrize("forward", [True, False])
 def test_attention_under_no_grad_is_a_constant(forward: bool) -> None:
     """At every level of a stack of transforms, as other operators."""
-    x = numbers(1, 1, LENGTH, 3)
+    x = normal(1, 1, LENGTH, 3)
 
     def loss(x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -135,7 +131,7 @@ def test_dropout_is_the_same_in_every_run() -> None:
 def test_memory_is_linear_in_the_length(order: str) -> None:
     """No tensor has a number for each pair of query and key."""
     for length in (32, 64):
-        xs = tuple(numbers(1, 1, length, 2, seed=i) for i in range(3))
+        xs = tuple(normal(1, 1, length, 2, seed=i) for i in range(3))
         with fs.transforms_attention(8), Peak() as peak:
             ORDERS[order](F.scaled_dot_product_attention, xs)
         assert max(peak.made) <= 8 * 8 * length
@@ -167,7 +163,7 @@ def test_nested_contexts_and_other_threads(monkeypatch: pytest.MonkeyPatch) -> N
 
     It is left where it was entered: in another thread that is an error of torch's there, and nothing changes here.
     """
-    x = numbers(1, 1, LENGTH, 3)
+    x = normal(1, 1, LENGTH, 3)
     with blocks_seen(monkeypatch) as seen:
         with fs.transforms_attention(4):
             with fs.transforms_attention(2):
@@ -212,7 +208,7 @@ def test_multi_head_attention(options: dict[str, Any]) -> None:
     """torch's module runs its function outside of modes."""
     module = nn.MultiheadAttention(8, 2, batch_first=True).double()
     length = 10 * LENGTH
-    x, mask = numbers(2, length, 8), nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
+    x, mask = normal(2, length, 8), nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
     options = {**options, "attn_mask": mask} if "is_causal" in options else options
     product = lambda: fs.hvp(lambda x: module(x, x, x, **options)[0].square().sum(), x, x.cos())  # noqa: E731
     as_math(product)
@@ -226,7 +222,7 @@ def layers(p: P | None = None, count: int = 2) -> tuple[nn.Module, fs.PartitionS
     torch.manual_seed(0)
     blocks = (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True) for _ in range(count))
     model = nn.Sequential(*blocks).double()
-    return model, fs.by_type(nn.TransformerEncoderLayer, p=p or P("shard"))(model).bound, numbers(2, 2, LENGTH, 4)
+    return model, fs.by_type(nn.TransformerEncoderLayer, p=p or P("shard"))(model).bound, normal(2, 2, LENGTH, 4)
 
 
 MODELS = ["torch", "transformers", "transformers, padded"]

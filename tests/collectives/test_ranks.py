@@ -158,21 +158,8 @@ def test_marks_choose_from_the_cases(items: list[pytest.Function]) -> None:
 def test_at_most(number: int) -> None: ...
 
 
-def test_at_most_so_many_run_and_are_spread(items: list[pytest.Function]) -> None:
-    """Of the cases that run, so many, and all of them where there are no more."""
-    items = [item for item in items if item.originalname == "test_at_most"]
-    assert [item.callspec.params["number"] for item in split(items)[0]] == [1, 5, 9]
-    assert split(items[1:4:2])[0] == items[1:4:2]
-
-
 @seldom
 def test_seldom() -> None: ...
-
-
-def test_what_runs_seldom_is_left_out_unless_it_is_asked_for(items: list[pytest.Function]) -> None:
-    (rare,) = (item for item in items if item.name == "test_seldom")
-    assert rare in split(items)[1]
-    assert split([rare]) == ([rare], [])
 
 
 @each
@@ -181,15 +168,24 @@ def test_what_runs_seldom_is_left_out_unless_it_is_asked_for(items: list[pytest.
 def test_some_letters(letter: str, number: int) -> None: ...
 
 
-def test_values_that_run_seldom_cover_nothing(items: list[pytest.Function]) -> None:
-    """Each of the usual letters and each number is in a case without the other letters, which are left out."""
+def test_what_runs_seldom_or_at_most_so_often(items: list[pytest.Function]) -> None:
+    """Seldom only if it is asked for; of so many cases that run, which are spread, and all where there are no more.
+
+    Each of the usual letters and each number is in a case without the other letters, which are left out.
+    """
+    (rare,) = (item for item in items if item.name == "test_seldom")
+    assert rare in split(items)[1]
+    assert split([rare]) == ([rare], [])
+    some = [item for item in items if item.originalname == "test_at_most"]
+    assert [item.callspec.params["number"] for item in split(some)[0]] == [1, 5, 9]
+    assert split(some[1:4:2])[0] == some[1:4:2]
     items = [item for item in items if item.originalname == "test_some_letters"]
     assert len(items) == len(LETTERS) * len(NUMBERS)
     runs = [item.callspec.params for item in split(items)[0]]
     assert {case["letter"] for case in runs} == {"b", "c"}
     assert {case["number"] for case in runs} == {*NUMBERS}
-    rare = [item for item in items if item.get_closest_marker("seldom")]
-    assert {item.callspec.params["letter"] for item in split(rare)[0]} == {"a", "d"}
+    marked = [item for item in items if item.get_closest_marker("seldom")]
+    assert {item.callspec.params["letter"] for item in split(marked)[0]} == {"a", "d"}
 
 
 def test_slices_are_what_is_left_out(items: list[pytest.Function]) -> None:

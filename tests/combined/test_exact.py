@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from depth import at_most, each, every, some
 from fuzz_modules import Symmetric
 from models import autograd_function, build, module_class, refused, unchanged, with_forward
+from parity import normal
 from ranks import real_ranks
 from torch import Tensor, nn
 
@@ -62,13 +63,9 @@ def cube(call: Callable[..., Tensor], x: Tensor) -> Tensor:
     return (call(x) ** 3).mean()
 
 
-def values(*shape: int, seed: int = 5) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def on_two(model: nn.Module, loss: Any = cube, policy: fs.Policy | None = None, **options: Any) -> None:
     """On two simulated ranks."""
-    assert_exact(loss, model, (policy or fs.policies.whole())(model).on({"shard": 2}), values(2, 5, 3), **options)
+    assert_exact(loss, model, (policy or fs.policies.whole())(model).on({"shard": 2}), normal(2, 5, 3), **options)
 
 
 @at_most(1)
@@ -79,7 +76,7 @@ def test_simulated_ranks(p: P, sizes: dict[str, int]) -> None:
     spec = fs.by_type(Block, p=p)(model).on(sizes)
     state = torch.get_rng_state()
     with unchanged(model):
-        assert_exact(cube, model, spec, values(torch.Size(sizes.values()).numel(), 6, 3), order=1 if p.remat else 2)
+        assert_exact(cube, model, spec, normal(torch.Size(sizes.values()).numel(), 6, 3), order=1 if p.remat else 2)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -95,7 +92,7 @@ def test_real_ranks(rank: int) -> None:
     model = network()
     state = torch.get_rng_state()
     with unchanged(model):
-        assert_exact(cube, model, fs.by_type(Block)(model), values(6, 3, seed=rank), order=2)
+        assert_exact(cube, model, fs.by_type(Block)(model), normal(6, 3, seed=rank), order=2)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -111,7 +108,7 @@ def test_a_loss_that_raises_on_one_rank(rank: int) -> None:
     model = Apart().double()
     said = "^assert_exact: the plain model raised on rank 1: KeyError: 'no such label'$"
     with pytest.raises(KeyError if rank else AssertionError, match=None if rank else said):
-        assert_exact(loss, model, fs.policies.whole()(model), values(5, 3, seed=rank))
+        assert_exact(loss, model, fs.policies.whole()(model), normal(5, 3, seed=rank))
 
 
 def tell(call: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -201,9 +198,9 @@ def test_what_a_plain_forward_writes_into_parameters_and_batches_is_put_back() -
     before = model.weight.detach().clone()
     refused(AssertionError, "gradient of 'weight'", lambda: on_two(model))
     assert torch.equal(model.weight, before)
-    model, x = with_forward(nn.Linear, lambda self, x: nn.Linear.forward(self, x.mul_(0.5)))(3, 3).double(), values(2, 5, 3)
+    model, x = with_forward(nn.Linear, lambda self, x: nn.Linear.forward(self, x.mul_(0.5)))(3, 3).double(), normal(2, 5, 3)
     assert_exact(cube, model, fs.policies.whole()(model).on({"shard": 2}), x, order=2)
-    assert torch.equal(x, values(2, 5, 3))
+    assert torch.equal(x, normal(2, 5, 3))
 
 
 @pytest.mark.parametrize("dtype", OFF, ids=str)
@@ -211,11 +208,11 @@ def test_every_dtype(dtype: torch.dtype) -> None:
     """With the tolerance that it needs, and no more."""
     model = nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Linear(4, 2, dtype=dtype))
     loss = lambda call, x: call(x).abs().pow(2).float().mean()  # noqa: E731
-    assert_exact(loss, model, fs.by_type(nn.Linear)(model).on({"shard": 2}), values(2, 5, 3).to(dtype), order=2)
+    assert_exact(loss, model, fs.by_type(nn.Linear)(model).on({"shard": 2}), normal(2, 5, 3).to(dtype), order=2)
     if off := OFF[dtype]:
         more = fs.Precision(codec=fs.Codec(lambda x: (x * (1 + off),), lambda x: x))
         wrong = fs.by_type(nn.Linear, p=P("shard", precision=more))(model).on({"shard": 2})
-        x = values(2, 5, 3).to(dtype)
+        x = normal(2, 5, 3).to(dtype)
         refused(AssertionError, r"another gradient of '0\.weight'", lambda: assert_exact(loss, model, wrong, x))
 
 
@@ -237,7 +234,7 @@ def test_another_method_and_a_tree_of_batches() -> None:
         return F.mse_loss(call(batch["x"], factor=batch["factor"]), batch["y"])
 
     model = Two(3, 2).double()
-    batch = {"x": values(2, 5, 3), "y": values(2, 5, 2, seed=6), "factor": 0.5}
+    batch = {"x": normal(2, 5, 3), "y": normal(2, 5, 2, seed=6), "factor": 0.5}
     assert_exact(loss, model, fs.policies.whole()(model).on({"shard": 2}), batch, method="halved")
 
 
@@ -265,7 +262,7 @@ def with_batch_norm() -> nn.Module:
 def test_sync_batch_norm_on_simulated_ranks_is_no_false_alarm(order: int, sizes: dict[str, int]) -> None:
     """Its plain model has the statistics of the joined batch as well, over all axes or one."""
     model = with_batch_norm()
-    spec, x = fs.by_type(nn.Linear)(model).on(sizes), values(torch.Size(sizes.values()).numel(), 5, 3)
+    spec, x = fs.by_type(nn.Linear)(model).on(sizes), normal(torch.Size(sizes.values()).numel(), 5, 3)
     with unchanged(model):
         assert_exact(cube, model, spec, x, order=order)
     model[1].axes = "shard"
@@ -279,7 +276,7 @@ def test_sync_batch_norm_on_real_ranks(rank: int) -> None:
     for axes in (None, "shard"):
         model = with_batch_norm()
         model[1].axes = axes
-        assert_exact(cube, model, fs.by_type(nn.Linear)(model).on(mesh), values(4, 3, seed=rank), order=2)
+        assert_exact(cube, model, fs.by_type(nn.Linear)(model).on(mesh), normal(4, 3, seed=rank), order=2)
 
 
 def branch(self: nn.Linear, x: Tensor) -> Tensor:

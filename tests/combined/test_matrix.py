@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from cases import slices
 from depth import at_most, depth, each, mark_seldom, seldom
 from offloaded import everywhere
-from parity import dot
+from parity import dot, normal
 from ranks import Pool, mesh_of
 from test_at_rest import quantized
 from torch import Tensor, nn
@@ -103,10 +103,6 @@ def adapted() -> nn.Module:
     return model
 
 
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 @dataclass(frozen=True, eq=False)
 class Network:
     """A model, its trained parameters and a direction for them; the frozen ones, as they are computed with; what it equals."""
@@ -120,7 +116,7 @@ class Network:
     @classmethod
     def of(cls, model: nn.Module, codec: fs.Codec | None = None, reference: nn.Module | None = None) -> Network:
         full = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-        direction = {name: numbers(*p.shape, seed=i) for i, (name, p) in enumerate(full.items())}
+        direction = {name: normal(*p.shape, seed=i) for i, (name, p) in enumerate(full.items())}
         used = dict((quantized(model, codec) if codec else model).named_parameters())
         frozen = {name: p.detach() for name, p in used.items() if name not in full}
         return cls(model, full, direction, frozen, reference or model)
@@ -132,10 +128,10 @@ class Network:
 
 INT8, NF4 = fs.codecs.int8(8), fs.codecs.nf4(8)
 ORDINARY, WRITTEN = Network.of(network()), Network.of(as_written())
-X = numbers(8, 4, 3, seed=100)
-COTANGENT = numbers(8, 4, 2, seed=101)
+X = normal(8, 4, 3, seed=100)
+COTANGENT = normal(8, 4, 2, seed=101)
 CLIP = 3.0
-WEIGHTS = numbers(3, seed=102)
+WEIGHTS = normal(3, seed=102)
 RATES = torch.tensor([0.1, 0.05, 0.02, 0.01], dtype=torch.float64)
 
 

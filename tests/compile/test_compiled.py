@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from depth import at_most, depth, each, every, mark_seldom, seldom
 from models import Block, module_class
-from parity import HIGHER, WAYS, loss_of, shards_of
+from parity import HIGHER, WAYS, loss_of, same_leaves, shards_of
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_map
 
 import funshard as fs
@@ -47,12 +46,6 @@ def specs() -> dict[str, fs.PartitionSpec]:
     }
 
 
-def same(expected: object, got: object, rtol: float = 1e-12, atol: float = 1e-12) -> None:
-    for a, b in zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True):
-        assert a.abs().sum() > 0  # a lost backward is silently zero
-        torch.testing.assert_close(b, a, rtol=rtol, atol=atol)
-
-
 @pytest.mark.parametrize(
     ("transform", "which"),
     [
@@ -69,7 +62,7 @@ def test_compiled_equals_eager(rank: int, transform: str, which: str) -> None:
         x = x[:, None]
     f = step(transform, spec)
     torch._dynamo.reset()
-    same(f(params, x), torch.compile(f, fullgraph=True, backend="aot_eager")(params, x))
+    same_leaves(torch.compile(f, fullgraph=True, backend="aot_eager")(params, x), f(params, x), rtol=1e-12, atol=1e-12)
 
 
 LOW = fs.Precision(param=torch.bfloat16, reduce=torch.float32, buffer=torch.bfloat16)
@@ -123,7 +116,8 @@ def test_casts_inside_of_a_compiled_call(rank: int, p: fs.P, last: fs.P | None) 
         torch._dynamo.reset()
         expected = gradient(loss)(params, x)
         before = {path: dict(vars(module)) for path, module in model.named_modules()}
-        same(expected, torch.compile(gradient(loss), fullgraph=True, backend="aot_eager")(params, x), rtol=0, atol=0)
+        compiled = torch.compile(gradient(loss), fullgraph=True, backend="aot_eager")
+        same_leaves(compiled(params, x), expected, rtol=0, atol=0)
         assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
 
 

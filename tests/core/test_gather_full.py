@@ -108,6 +108,8 @@ def test_full_parameters_leave_and_enter(rank: int, mesh: str) -> None:
     for _, tensor in [*fs.stream_full(shards, spec)]:  # what is kept stays as it was
         tensor.zero_()
     same(fs.unshard(shards, spec), full)  # and is not the shards
+    nothing = fs.policies.whole()(nn.Sequential(nn.ReLU()))
+    assert fs.shard(fs.unshard({}, nothing, rank0_only=True) or None, nothing, src=0) == {}
 
 
 @real_ranks(2)
@@ -170,22 +172,6 @@ def test_unshard_inside_forward_and_nested(rank: int) -> None:
         same(full, values(model))
         assert not any(tensor.requires_grad for tensor in full.values())
     same(grads, fs.grad(lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())(shards))
-
-
-@real_ranks(2)
-def test_apply_to_the_full_parameters_equals_apply_to_the_model(rank: int) -> None:
-    """module.apply(init) is sharding the initialised full parameters of one rank, None on the others."""
-    model, twin = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    spec = fs.by_type(nn.Linear)(model).bound
-    full = fs.unshard(fs.shard(model, spec), spec, rank0_only=True)
-    for tensor in full.values():
-        nn.init.constant_(tensor, 5)
-    twin.apply(lambda m: [nn.init.constant_(p, 5) for p in m.parameters(recurse=False)])
-    same(fs.shard(full or None, spec, src=0), fs.shard(twin, spec))
-    model = nn.Sequential(nn.ReLU())  # without parameters
-    spec = fs.policies.whole()(model)
-    full = fs.unshard(fs.shard(model, spec), spec, rank0_only=True)
-    assert fs.shard(full or None, spec, src=0) == {}
 
 
 def parts(mesh: str, unit: int) -> tuple[int, int, int]:

@@ -17,7 +17,6 @@ from cases import Case, cases, each_rank, on_ranks, poisoned, same, specs, stack
 from depth import depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import shards_of
 from ranks import mesh_of, real_ranks
 from test_gather_full import values
 from torch import Tensor, nn
@@ -438,16 +437,3 @@ def test_parts_of_the_tree(rank: int) -> None:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         plain = torch.autograd.grad(model(xs).pow(2).sum() / 4, [*named.values()])
         torch.testing.assert_close(full, dict(zip(named, plain, strict=True)), rtol=1e-9, atol=1e-9)
-
-
-@real_ranks(2)
-def test_one_iteration(rank: int) -> None:
-    """Uneven slices (12 elements and 9 of a weight): one step is W - lr mean(x), in closed form."""
-    model = nn.Linear(3, 3)
-    spec, shards = shards_of(fs.policies.whole(), model)
-    xs = torch.randn(2, 3, generator=torch.Generator().manual_seed(6))
-    call = lambda p: fs.functional_call(model, p, (xs[rank],), spec=spec)  # noqa: E731
-    torch.testing.assert_close(call(shards), model(xs[rank]))
-    grads = fs.grad(lambda p: call(p).sum())(shards)
-    full = fs.unshard({key: shard - 0.1 * grads[key] for key, shard in shards.items()}, spec)
-    torch.testing.assert_close(full["weight"], model.weight.detach() - 0.1 * xs.mean(0).expand(3, 3))
