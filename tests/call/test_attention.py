@@ -475,17 +475,11 @@ def labels(rank: int) -> Tensor:
     return torch.randint(WORDS, (9 + rank,), generator=torch.Generator().manual_seed(rank))
 
 
-def derivatives(loss: Callable[[fs.Params], Tensor], params: fs.Params, v: fs.Params) -> dict[str, fs.Params]:
-    out = {"grad": fs.grad(loss)(params), "func": grad(loss)(params), "hvp": fs.hvp(loss, params, v)}
-    return out | {"reverse": fs.hvp(loss, params, v, forward=False)}
-
-
 STRATEGIES = {
     "tied": P("shard"),
     "frozen": P("shard"),
     "remat": P("shard", remat=True),
     "bf16": P("shard", precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32)),
-    "outside": P("shard"),  # of functional_call, on a weight that fs.unshard gathers once
 }
 
 
@@ -493,34 +487,28 @@ STRATEGIES = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @real_ranks(2)
 def test_in_a_model_on_real_ranks(rank: int, strategy: str) -> None:
-    """The derivatives of the mean loss, of ranks with different numbers of rows."""
-    p, tied, frozen = STRATEGIES[strategy], strategy == "tied", strategy == "frozen"
-    whole, model = (Model(chunks, tied).double() for chunks in (0, 3))
-    for each_model in (whole, model):
-        each_model.head.weight.requires_grad_(not frozen)
-    spec = fs.by_type(nn.Linear, Head, p=p)(model).bound
-    full = {name: x.detach() for name, x in model.named_parameters()}
-    trained = {name: x for name, x in full.items() if not frozen or name != "head.weight"}
-    rest = {name: x for name, x in full.items() if name not in trained}
-    mine, others = fs.partition(fs.shard(full, spec), spec)
+    """Both derivatives of the mean loss, of ranks with different numbers of rows, are those of the whole model."""
+    p = STRATEGIES[strategy]
+    model = Model(3, strategy == "tied").double()
+    model.head.weight.requires_grad_(strategy != "frozen")
+    rounding = {} if p.precision is None else {"tolerance": 0.05}
+    spec = fs.by_type(nn.Linear, Head, p=p)(model)
+    fs.testing.assert_exact(lambda call, y: call(y), model, spec, labels(rank), order=2, **rounding)
 
-    def reference(trained: fs.Params) -> Tensor:
-        losses = (torch.func.functional_call(whole, {**trained, **rest}, (labels(r),)) for r in range(2))
-        return torch.stack([*losses]).mean()
 
-    def loss(mine: fs.Params) -> Tensor:
-        if strategy != "outside":
-            return fs.functional_call(model, {**mine, **others}, (labels(rank),), spec=spec)
-        weight = fs.unshard(mine, spec, units=["head"])["head.weight"]
-        return mean_of_rows(weight, *fs.functional_call(model, mine, (labels(rank),), spec=spec, method="hidden"), 4)
+@real_ranks(2)
+def test_a_head_outside_of_the_call(rank: int) -> None:
+    """On a weight that fs.unshard gathers once."""
+    model = Model(3).double()
+    spec, params = shards_of(fs.by_type(nn.Linear, Head), model)
 
-    def of_trained(full: fs.Params) -> fs.Params:
-        return fs.partition(fs.shard({**rest, **full}, spec), spec)[0]
+    def loss(params: fs.Params) -> Tensor:
+        weight = fs.unshard(params, spec, units=["head"])["head.weight"]
+        return mean_of_rows(weight, *fs.functional_call(model, params, (labels(rank),), spec=spec, method="hidden"), 4)
 
-    v = {name: x.cos() for name, x in trained.items()}
-    want = {k: of_trained(g) for k, g in derivatives(reference, trained, v).items()}
-    rounding = {"rtol": 1e-9, "atol": 1e-9} if p.precision is None else {"rtol": 0.05, "atol": 0.02}
-    assert_close(derivatives(loss, mine, of_trained(v)), want, **rounding)
+    for derivative in (fs.grad, grad, lambda f: lambda p: fs.hvp(f, p, {k: x.cos() for k, x in p.items()}, forward=False)):
+        got, want = (derivative(f)(params) for f in (loss, loss_of(model, spec, labels(rank), of=torch.sum)))
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
 def test_the_head_is_gathered_once_and_reduced_once() -> None:

@@ -318,11 +318,10 @@ BF16 = fs.Precision(param=torch.bfloat16)
 FULL = fs.Precision(param=torch.float32, restore_outputs=True)
 
 
-# --- Where torch is wrong. ---
-def shared_below_two(order: str = "ab") -> nn.Module:
+def shared_below_two() -> nn.Module:
     """``a.x`` and ``b.x`` are one Linear of 6 elements."""
     shared, model = nn.Linear(2, 2), nn.Module()
-    for name in order:
+    for name in "ab":
         parent = nn.Module()
         parent.x, parent.own = shared, nn.Parameter(torch.zeros(5 if name == "a" else 1))
         model.add_module(name, parent)
