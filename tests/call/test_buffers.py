@@ -13,9 +13,8 @@ import torch
 from depth import at_most, depth, each, every, pairs, seldom
 from models import EXACT, module_class, refused, unchanged
 from parity import gradient, gradient_of, loss_of, shards_of, strategies
-from ranks import Pool, real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.testing import assert_close
 
@@ -207,13 +206,9 @@ def averaged(mesh: Mesh, x: Tensor, weight: Tensor | None, axes: str | None) -> 
     return fs.averaging.average_buffers(buffers, ANY.on(mesh), axes=axes, weight=weight)
 
 
-def on_grid(rank: int, x: Tensor, weights: Tensor | None, axes: str | None) -> Tree:
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return averaged(Mesh.of(grid), x[rank], None if weights is None else weights[rank], axes)
-
-
 @every(axes=[None, "shard"], weighted=[False, True])
-def test_average_buffers(gloo4: Pool, weighted: bool, axes: str | None) -> None:
+@real_ranks(4)
+def test_average_buffers(rank: int, weighted: bool, axes: str | None) -> None:
     """Floating point ones, over all ranks or those along an axis, by numbers of samples if given; counters stay as they are."""
     x, weights = torch.arange(8.0).view(4, 2), torch.ones(4)
     if weighted:
@@ -222,14 +217,13 @@ def test_average_buffers(gloo4: Pool, weighted: bool, axes: str | None) -> None:
     parts, shares = x.nan_to_num().view(2, 2, 2), weights.view(2, 2, 1)
     over = 1 if axes else (0, 1)
     mean = ((parts * shares).sum(over, keepdim=True) / shares.sum(over, keepdim=True)).expand(2, 2, 2).reshape(4, 2)
-    given = weights if weighted else None
     run = fs.testing.spmd(lambda mesh, x, w: averaged(mesh, x, w if weighted else None, axes), {"replicate": 2, "shard": 2})
     simulated = run(x, weights)
-    for rank, real in enumerate(gloo4.run(on_grid, x, given, axes)):
-        for got in (real, {name: b[rank] for name, b in simulated.items()}):
-            assert_close(got["mean"], mean[rank])
-            assert_close(got["low"], mean[rank].half())
-            assert got["count"] == 3
+    real = averaged(Mesh.of(mesh_of(2, 2)), x[rank], weights[rank] if weighted else None, axes)
+    for got in (real, {name: b[rank] for name, b in simulated.items()}):
+        assert_close(got["mean"], mean[rank])
+        assert_close(got["low"], mean[rank].half())
+        assert got["count"] == 3
     refused(ValueError, "unknown mesh axis 'node'", lambda: fs.averaging.average_buffers({}, ANY, axes="node"))
     if weighted:  # all alike where none has any
         equal = torch.arange(8.0).view(4, 2)

@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -316,20 +316,14 @@ def test_divide_factors_multiply_to_the_whole(total: float) -> None:
     assert before.hex().startswith("0x1.0000000000000p")
 
 
-class Ranks(NamedTuple):
-    count: int
-
-    def size(self) -> int:
-        return self.count
-
-
 @given(st.integers(1, 64), st.integers(1, 8), FLOATS, st.none() | st.sampled_from([1.0, 3.0, 8.0, 12.5]))
 def test_division_is_fsdp2s(shards: int, replicas: int, dtype: torch.dtype, factor: float | None) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
     if factor is not None and dtype in (F32, BF16):
         return  # torch multiplies in the collective: see below
-    before, after, scatter, _ = _get_gradient_divide_factors(Ranks(shards), Ranks(replicas), dtype, "cpu", factor)
+    groups: Any = SimpleNamespace(size=lambda: shards), SimpleNamespace(size=lambda: replicas)
+    before, after, scatter, _ = _get_gradient_divide_factors(*groups, dtype, "cpu", factor)
     op, *factors = choose_division("mean" if factor is None else factor, shards * replicas, dtype)
     if dtype == F16:
         assert (op, *factors) == ("sum", before, after)

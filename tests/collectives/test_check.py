@@ -53,9 +53,23 @@ def diverge(rank: int, names: list[str]) -> list[tuple[str, float]]:
     return [diverging.run(name, checked=True) for name in names]
 
 
-def check_cases(pool: Pool, names: list[str]) -> None:
+CHECKED = [name for name in CASES if name != "raise_in_teardown"]
+
+
+@pytest.mark.usefixtures("not_on_worst")
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        ("gloo4", ["another_order", "raise_in_backward", "a_loop_left_early"]),
+        pytest.param("gloo4", CHECKED, marks=seldom),
+        pytest.param("gloo2", [*CHECKED, CHECKED[0]], marks=seldom),  # and the processes go on
+    ],
+    ids=["some", "all", "two ranks"],
+)
+def test_every_case_is_an_error_on_every_rank(request: pytest.FixtureRequest, ranks: str, names: list[str]) -> None:
     """Every rank gets the same error within the limit; a rank that raises gets its own."""
-    rows = pool.run(diverge, names)
+    pool: Pool = request.getfixturevalue(ranks)
+    rows = pool.run(diverge, [*names])
     last = pool.size - 1
     for name, results in zip(names, zip(*rows, strict=True), strict=True):
         texts = [text for text, _ in results]
@@ -79,23 +93,6 @@ def check_cases(pool: Pool, names: list[str]) -> None:
             if pool.size == 2:
                 for words in DIFFERENT[name]:
                     assert words in texts[0], texts[0]
-
-
-CHECKED = [name for name in CASES if name != "raise_in_teardown"]
-
-
-@pytest.mark.usefixtures("not_on_worst")
-@pytest.mark.parametrize(
-    ("ranks", "names"),
-    [
-        ("gloo4", ["another_order", "raise_in_backward", "a_loop_left_early"]),
-        pytest.param("gloo4", CHECKED, marks=seldom),
-        pytest.param("gloo2", [*CHECKED, CHECKED[0]], marks=seldom),  # and the processes go on
-    ],
-    ids=["some", "all", "two ranks"],
-)
-def test_every_case_is_an_error_on_every_rank(request: pytest.FixtureRequest, ranks: str, names: list[str]) -> None:
-    check_cases(request.getfixturevalue(ranks), [*names])
 
 
 def outcome(case: str, how: str, ranks: int) -> list[str]:
