@@ -502,7 +502,7 @@ def test_peak_memory_is_not_above_eager() -> None:
 
 # --- donation ---
 def test_donated_values_move() -> None:
-    """And what is returned is they, whether they require grad or not; what is not donated is left alone."""
+    """What is returned is the donated tensors, whether they require grad or not; what is not donated is left alone."""
     given, kept, leaf = torch.arange(3.0), torch.ones(3), torch.ones(3, requires_grad=True)
     step = compile(lambda donated, k: ([donated[0] + k, donated[1] * 2], k.sum()), donate_argnums=0, backend="aot_eager")
     (a, b), total = step([given, leaf], kept)
