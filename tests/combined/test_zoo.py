@@ -255,11 +255,6 @@ def test_zoo(rank: int, name: str) -> None:
                 torch.testing.assert_close(got[call][0], ours, **EXACT, msg=lambda m, w=where: f"{w}: {m}")
 
 
-def logits(call: Callable[..., Any], batch: Batch) -> Tensor:
-    """Of which no more is computed in float32 than the model computes: a loss of transformers' is."""
-    return call(**batch).logits.square().mean()
-
-
 @at_most(1)
 @pytest.mark.parametrize("name", mark_seldom(["gpt2", "llama", "mistral", "t5"], "gpt2", "llama"))
 @real_ranks(2)
@@ -269,9 +264,23 @@ def test_second_order_at_the_defaults(rank: int, name: str) -> None:
     for module in made.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    spec = fs.by_type(*made.blocks, p=P("shard", remat=True))(made.model)
+    spec = fs.by_type(*made.blocks, p=P("shard", remat=True))(made.model).bound
+    full = {k: v.detach() for k, v in made.model.named_parameters()}
+    direction = {k: v.cos() for k, v in full.items()}
+    batches = [{k: v[r] for k, v in made.batches.items()} for r in range(2)]
+
+    def loss(params: fs.Params) -> Tensor:
+        torch.manual_seed(0)
+        return fs.functional_call(made.model, params, (), batches[rank], spec=spec).loss
+
+    def one(full: fs.Params, batch: Batch) -> Tensor:
+        torch.manual_seed(0)
+        return torch.func.functional_call(made.model, full, (), batch).loss
+
     with sdpa_kernel(SDPBackend.MATH):
-        fs.testing.assert_exact(logits, made.model, spec, {k: v[rank] for k, v in made.batches.items()}, order=2)
+        got = fs.hvp(loss, fs.shard(full, spec), fs.shard(direction, spec))
+        want = fs.shard(fs.hvp(lambda full: sum(one(full, batch) for batch in batches) / 2, full, direction), spec)
+    torch.testing.assert_close(got, want, **EXACT)
 
 
 # --- Law G1 on architectures that people train: sharded gradients are the mean of the plain model's over the ranks ---
@@ -301,6 +310,11 @@ def test_gradients_are_the_mean_of_plain_ones(rank: int, name: str) -> None:
 
 # Those that vmap runs: mixtral's control flow depends on data, dropout draws other numbers, spectral_norm writes to out=.
 SIMULATED = [name for name in ARCHITECTURES if name not in ("mixtral", "bert_with_dropout", "parametrized")]
+
+
+def logits(call: Callable[..., Any], batch: Batch) -> Tensor:
+    """Of which no more is computed in float32 than the model computes: a loss of transformers' is."""
+    return call(**batch).logits.square().mean()
 
 
 @at_most(1)
