@@ -7,7 +7,6 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -142,70 +141,6 @@ def test_fsdp1(rank: int, name: str) -> None:
     got, own = by_funshard(model, fs.by_type(Block, p=p)(model).on(mesh), rank)
     torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=1e-5 if mixed is None else 2e-2)
     compare(got, expected, 0)
-
-
-# --- all-gather extensions ---
-def two_tensors(x: Tensor) -> tuple[Tensor, ...]:
-    """A sum of two, as the ``TwoTensor`` of torch's test."""
-    high = x.bfloat16()
-    return high, (x - high.float()).half()
-
-
-CODECS = {
-    "rounded": Codec(lambda x: (x.bfloat16(),), lambda x: x.float()),
-    "two tensors": Codec(two_tensors, lambda high, low: high.float() + low.float()),
-}
-
-
-def extend(module: nn.Module, codec: Codec) -> None:
-    """FSDP2's protocol, put on the local tensors of every parameter as its tests do."""
-
-    def before(self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-        pad = -(-outer_size[0] // mesh.size()) - self.shape[0]  # what the shards of few rows lack
-        padded = torch.cat([self, self.new_zeros(pad, *self.shape[1:])]) if pad else self
-        return codec.encode(padded), outer_size
-
-    @torch.no_grad()
-    def after(self: Tensor, outputs: Any, outer_size: Any, param_dtype: Any, *, out: Tensor | None = None) -> Any:
-        value = codec.decode(*outputs)[: outer_size[0]].to(param_dtype, copy=True)
-        if out is None:
-            return value, (*outputs, value)
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(value)
-        return None
-
-    for param in module.parameters():
-        local = param._local_tensor
-        local.fsdp_pre_all_gather = before.__get__(local)
-        local.fsdp_post_all_gather = after.__get__(local)
-
-
-@at_most(1)
-@each(param=[None, BF16], reshard=[True, False], mesh_name=MESHES, name=CODECS)
-@real_ranks(4)
-def test_all_gather_extensions_train_parity(
-    rank: int, name: str, mesh_name: str, reshard: bool, param: torch.dtype | None
-) -> None:
-    """Ten iterations beside FSDP2 with the same functions as its extension, on uneven shapes: losses, gradients, values."""
-    mesh, codec = mesh_of(*MESHES[mesh_name]), CODECS[name]
-    model = chain(depth(2, 3)).float()
-    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=F32)
-    peer = fsdp2(copy.deepcopy(model), MLP, mesh=mesh, mp_policy=policy, of_blocks={"reshard_after_forward": reshard})
-    extend(peer, codec)
-    precision = Precision(param=param, reduce=F32, codec=codec)
-    spec, params = shards_of(fs.by_type(MLP, p=P("shard", reshard=reshard, precision=precision)), model, mesh)
-    ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(peer.parameters(), lr=1e-2)
-    for step in range(depth(2, 10)):
-        x = numbers(rank, step).float()
-        theirs.zero_grad()
-        expected = (peer(x) ** 2).mean().float()
-        expected.backward()
-        grads, value = fs.grad_and_value(lambda p: squared_loss(model, spec, x)(p).float())(params)
-        assert_close(value, expected.detach(), rtol=1e-5, atol=0)
-        full = fs.unshard(grads, spec)
-        same(full, {n: p.grad.full_tensor() for n, p in peer.named_parameters()}, f"gradient at step {step}")
-        step_with(grads, params, ours, theirs)
-    same(fs.unshard(params, spec), {n: p.full_tensor() for n, p in peer.named_parameters()}, "parameters")
 
 
 # --- a gather and a reduction of your own ---

@@ -19,8 +19,8 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from collective_log import SHORT, Collectives, world
-from depth import at_most, depth, each, every, mark_seldom, seldom
+from collective_log import world
+from depth import at_most, depth, every, mark_seldom, seldom
 from models import module_class, unchanged
 from parity import STRATEGIES, WAYS, next_token, numbers, same, sharded_call, shards_of, squared, squared_loss, tokens
 from peer_models import MLP, Block, Chunked, Net, Transformer, chain, frozen
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from wrap_oracle import NESTED, sequential
@@ -620,19 +619,3 @@ def test_compiled_graph_takes_shards_alone(strategy: str) -> None:
     shapes = sorted(tuple(t.shape) for t in inputs if isinstance(t, Tensor))
     assert shapes == sorted(tuple(t.shape) for t in [*params.values(), x])
     assert not list(graph.parameters())
-
-
-@at_most(1)
-@each(way=["fs", "torch.func"], p=[P("shard"), P("shard", reshard=False), P()])
-def test_fully_shard_compile_graph(p: P, way: str) -> None:
-    """The graph of a step has the very collectives that the eager step sends, regathers included, in the same order."""
-    with world(8):
-        model = Net()
-        spec, params = shards_of(fs.by_type(MLP, p=p), model)
-        f = WAYS[way](squared_loss(model, spec, numbers(0, 0)))
-        with Collectives() as sent:
-            f(params)
-        targets = [node.target for node in make_fx(f)(params).graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    names = [target._schema.name.partition("::") for target in targets]
-    started = [name for namespace, _, name in names if namespace == "_c10d_functional" and name != "wait_tensor"]
-    assert [SHORT.get(name, name) for name in started] == [s.op for s in sent.all]

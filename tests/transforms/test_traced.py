@@ -118,8 +118,9 @@ def recorded(graph: torch.fx.Graph) -> list[str]:
 
 @at_most(1)
 @each(way=["fs", "torch.func"], strategy=STRATEGIES)
-def test_a_traced_hsdp_step_sends_what_the_eager_one_does(strategy: str, way: str) -> None:
-    """On a mesh of two axes: the same collectives, in the same order, one update and all."""
+def test_fully_shard_compile_graph(strategy: str, way: str) -> None:
+    """The graph of a step on a mesh of two axes has the very collectives that the eager one sends, regathers included, in the
+    same order, one update and all."""
     with world(8):
         spec = spec_on(strategy, mesh_of(2, 4))
         step, state = training(spec, way), start(MODEL, spec)
