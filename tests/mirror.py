@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
-from torch.utils._python_dispatch import _disable_current_modes
+from worst import collect_in_python, plainly
 
 import funshard as fs
 from funshard._wire.chain import wait_unclaimed
@@ -34,9 +34,7 @@ def mesh(sizes: Mapping[str, int]) -> Mesh:
 def _group(size: int) -> str:
     name = f"mirror of {size}"
     if name not in _groups():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is overridden
-            _library().impl("_allgather_base_", _allgather_base, "CPU", allow_override=True)
+        collect_in_python()
         _groups()[name] = Mirror(size)
         torch._C._distributed_c10d._register_process_group(name, _groups()[name])
         dist.distributed_c10d._world.pg_map[_groups()[name]] = ("fake", None)  # its ranks are no processes
@@ -78,7 +76,7 @@ class _Done(Work):
 
     def __init__(self, outs: Sequence[Tensor], results: Callable[[], Sequence[Tensor]]) -> None:
         super().__init__()
-        with _plainly():
+        with plainly():
             self.pairs: list[tuple[Tensor, Tensor]] | None = [
                 (out.detach(), result.clone()) for out, result in zip(outs, results(), strict=True)
             ]
@@ -87,7 +85,7 @@ class _Done(Work):
         _open.add(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        with _plainly():
+        with plainly():
             for out, result in self.pairs or ():
                 _bytes(out).copy_(_bytes(result))
         self.pairs = None
@@ -97,21 +95,6 @@ class _Done(Work):
 
 _open: set[_Done] = set()
 """On these C++ alone has no hold in torch 2.13."""
-
-
-def _plainly() -> Any:
-    return _Plainly()
-
-
-class _Plainly:
-    def __enter__(self) -> None:
-        self.modes = [_disable_current_modes(), torch.inference_mode(False), torch.no_grad()]
-        for mode in self.modes:
-            mode.__enter__()
-
-    def __exit__(self, *args: Any) -> None:
-        for mode in reversed(self.modes):
-            mode.__exit__(*args)
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -172,13 +155,3 @@ class Mirror(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-
-@functools.cache
-def _library() -> torch.library.Library:
-    return torch.library.Library("c10d", "IMPL")
-
-
-def _allgather_base(out: Tensor, x: Tensor, group: Any, asynchronous: bool = True, timeout: int = -1) -> tuple[Tensor, Any]:
-    """The one collective that, before torch 2.14, a process group of Python is not asked for. For groups of this kind only."""
-    return out, dist.ProcessGroup.unbox(group).all_gather_single(out, x).boxed()

@@ -192,7 +192,7 @@ class _Late(Work):
 def _reduced(rows: Sequence[bytes], dtype: torch.dtype, op: Any) -> bytes:
     if not rows[0]:
         return b""
-    with _plainly():
+    with plainly():
         x = torch.stack([torch.frombuffer(bytearray(row), dtype=dtype) for row in rows])
         ways = {
             dist.ReduceOp.SUM: lambda: x.sum(0, dtype=dtype),
@@ -203,10 +203,17 @@ def _reduced(rows: Sequence[bytes], dtype: torch.dtype, op: Any) -> bytes:
         return _whole(next(way for kind, way in ways.items() if op == kind)()).read()
 
 
-@contextlib.contextmanager
-def _plainly() -> Generator[None]:
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        yield
+class plainly:
+    """Outside of all modes. A class: mirror.py enters it thousands of times, and a generator takes longer."""
+
+    def __enter__(self) -> None:
+        self.modes = [_disable_current_modes(), torch.inference_mode(False), torch.no_grad()]
+        for mode in self.modes:
+            mode.__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        for mode in reversed(self.modes):
+            mode.__exit__(*args)
 
 
 def _named(op: str, x: Tensor) -> str:
@@ -265,7 +272,7 @@ class Worst(dist.ProcessGroup):
         """What each rank gives, which is equally long."""
         if not mine:
             return [b""] * self._size
-        with _plainly():
+        with plainly():
             x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             rows = [torch.empty_like(x) for _ in range(self._size)]
             self._inner.allgather([rows], [x]).wait()
@@ -372,17 +379,18 @@ def register() -> None:
     if "WORST" in dist.Backend._plugins:
         return
     dist.Backend.register_backend("worst", lambda store, rank, size, timeout: Worst(store, rank, size), devices=["cpu"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is overridden
-        _library().impl("_allgather_base_", _allgather_base, "CPU")
+    collect_in_python()
 
 
 @functools.cache
-def _library() -> torch.library.Library:
-    return torch.library.Library("c10d", "IMPL")
+def collect_in_python() -> torch.library.Library:
+    """Ask groups of Python for the one collective that torch before 2.14 does not ask them for. Of no other groups."""
 
+    def allgather_base(out: Tensor, x: Tensor, group: Any, asynchronous: bool = True, timeout: int = -1) -> tuple[Tensor, Any]:
+        return out, dist.ProcessGroup.unbox(group).all_gather_single(out, x).boxed()
 
-def _allgather_base(out: Tensor, x: Tensor, group: Any, asynchronous: bool = True, timeout: int = -1) -> tuple[Tensor, Any]:
-    """The one collective that, before torch 2.14, a process group of Python is not asked for. For groups of this kind only."""
-    late = dist.ProcessGroup.unbox(group).all_gather_single(out, x)
-    return out, late.boxed()
+    library = torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is overridden
+        library.impl("_allgather_base_", allgather_base, "CPU")
+    return library
