@@ -39,7 +39,7 @@ def plain_grad(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
 
 
 def squares(tree: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack([(x**2).sum() for x in tree.values()]).sum()
+    return torch.stack([(x.double() ** 2).sum() for x in tree.values()]).sum()
 
 
 def double_grad(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
@@ -78,8 +78,7 @@ def _by_backward(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], tupl
 
 def _by_autograd(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], tuple[fs.Params, Tensor]]:
     def run(params: fs.Params) -> tuple[fs.Params, Tensor]:
-        leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
-        value = f(leaves)
+        value = f(leaves := leaves_of(params))
         return gradient(value, leaves), value.detach()
 
     return run
@@ -103,25 +102,11 @@ def along(params: fs.Params) -> fs.Params:
     return {key: p.detach().cos() for key, p in params.items()}
 
 
-def _squared_gradient(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], Tensor]:
-    return lambda params: torch.stack([g.double().square().sum() for g in torch.func.grad(f)(params).values()]).sum()
-
-
-def _double_backward(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], fs.Params]:
-    def run(params: fs.Params) -> fs.Params:
-        leaves = {key: p.detach().requires_grad_() for key, p in params.items()}
-        grads = torch.autograd.grad(f(leaves), list(leaves.values()), create_graph=True)
-        value = torch.stack([g.double().square().sum() for g in grads]).sum()
-        return dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
-
-    return run
-
-
 HIGHER: dict[str, Callable[..., Any]] = {
     "hvp": lambda f: lambda params: fs.hvp(f, params, along(params)),
     "jvp of grad": lambda f: lambda params: torch.func.jvp(torch.func.grad(f), (params,), (along(params),))[1],
-    "grad of grad": lambda f: torch.func.grad(_squared_gradient(f)),
-    "double backward": _double_backward,
+    "grad of grad": DERIVATIVES["grad of grad"],
+    "double backward": double_grad,
 }
 """Derivatives of the second order: products with the Hessian along a direction, and with the gradient."""
 

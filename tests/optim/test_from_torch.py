@@ -17,7 +17,7 @@ from depth import at_most, every, pairs
 from hypothesis import strategies as st
 from models import refused
 from parity import shards_of, step_with
-from ranks import at_rank, real_ranks
+from ranks import at_rank
 from test_memory import Peak
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -477,21 +477,6 @@ def test_options_of_simulated_ranks_are_refused() -> None:
     spec = fs.policies.whole()(model())
     build = fs.testing.spmd(lambda mesh, x: from_torch(torch.optim.SGD, spec=spec.on(mesh), options=decayed) and x, 2)
     refused(ValueError, "simulated ranks are all there at once: expected a mesh", lambda: build(torch.zeros(2)))
-
-
-@real_ranks(2)
-def test_real_ranks(rank: int) -> None:
-    module = model()
-    start = numbers(module, 1)
-    for policy in (fs.policies.whole(), fs.by_path({"0": fs.P(), "2": fs.P("shard")})):
-        spec = policy(module)
-        init, update = from_torch(torch.optim.AdamW, spec=spec, options=decayed, weight_decay=0.5, fused=True, donate=True)
-        params = fs.shard(start, spec)
-        state = init(params)
-        for step in range(3):
-            params, state = update(fs.shard(gradients(start, step), spec), state, params)
-        own = lambda name: {} if start[name].dim() > 1 else {"weight_decay": 0.0}  # noqa: E731
-        assert_close(fs.unshard(params, spec), by_torch(torch.optim.AdamW, {"weight_decay": 0.5}, start, 3, own))
 
 
 # --- mistakes ---

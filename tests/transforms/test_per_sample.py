@@ -91,13 +91,6 @@ def shards_of(full: fs.Params, policy: fs.Policy, sizes: Any = RANKS) -> fs.Para
     return fs.testing.spmd(lambda mesh, _: fs.shard(full, policy(MODEL).on(mesh)), sizes)(ranks)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_each_sample_has_its_gradient(policy: str) -> None:
-    """By name, of this rank's samples only, whatever the sharding."""
-    got = fs.testing.spmd(results(POLICIES[policy]), RANKS)(X, Y)
-    assert_close({name: g.flatten(0, 1) for name, g in got.items()}, EACH, **CLOSE)
-
-
 @at_most(8)
 @every(reduce=["mean", "sum", 64.0, 5], policy=POLICIES)
 def test_the_sum_of_clipped_gradients(policy: str, reduce: str | float) -> None:

@@ -29,9 +29,9 @@ import funshard as fs
 from funshard import P
 from funshard.collectives import Mesh
 
-State = tuple[fs.Params, fs.Params, fs.Params, Tensor]
+State = tuple[fs.Params, Any]
 BLOCKS = depth(1, 2)
-LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
+ADAMW = fs.optim.adamw(1e-2, b2=0.99, weight_decay=0.1)
 
 
 def batch(rank: int, step: int, rows: int = 4) -> Tensor:
@@ -57,24 +57,14 @@ def training(spec: fs.PartitionSpec, way: str) -> Callable[[State, Tensor], tupl
 
     def step(state: State, x: Tensor) -> tuple[State, Tensor]:
         grads, value = WAYS[way](loss_of(MODEL, spec, x, of=square))(state[0])
-        return adamw(state, grads), value
+        return ADAMW.update(grads, state[1], state[0]), value
 
     return step
 
 
-def adamw(state: State, grads: fs.Params) -> State:
-    params, m, v, t = state
-    t = t + 1
-    m = {k: BETAS[0] * m[k] + (1 - BETAS[0]) * g for k, g in grads.items()}
-    v = {k: BETAS[1] * v[k] + (1 - BETAS[1]) * g * g for k, g in grads.items()}
-    step = {k: m[k] / (1 - BETAS[0] ** t) / ((v[k] / (1 - BETAS[1] ** t)).sqrt() + EPS) for k in grads}
-    return {k: p * (1 - LR * DECAY) - LR * step[k] for k, p in params.items()}, m, v, t
-
-
 def start(full: nn.Module, spec: fs.PartitionSpec) -> State:
     params = fs.shard(full, spec)
-    m, v = ({k: torch.zeros_like(p) for k, p in params.items()} for _ in range(2))  # make_fx takes one tensor for one input
-    return params, m, v, torch.zeros((), dtype=torch.float64)
+    return params, ADAMW.init(params)
 
 
 @at_most(1)
@@ -90,7 +80,7 @@ def test_traced_training(rank: int, strategy: str, way: str) -> None:
         for p in plain.parameters():
             p.copy_(p.flip(0))
     eager = traced = start(plain, spec)
-    optim = torch.optim.AdamW(plain.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    optim = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     for i in range(1, 4):
         eager, expected = step(eager, batch(rank, i))
         traced, value = graph(traced, batch(rank, i))
