@@ -13,7 +13,6 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom, seldom
-from parity import step_with
 from ranks import Pool, launch, mesh_of, real_ranks
 from test_examples import EXAMPLES, losses
 from test_memory import Peak
@@ -263,44 +262,25 @@ def split(width: int, hidden: int, reshard: bool) -> tuple[nn.Module, nn.Module,
 @pytest.mark.parametrize(("width", "hidden"), [(3, 10), (5, 34), (17, 6)])
 @real_ranks(4)
 def test_2d_mlp_with_nd_mesh(rank: int, width: int, hidden: int, reshard: bool) -> None:
-    """FSDP x TP: the spec on one axis of the mesh, the model's own collectives over the other, equal plain training."""
-    plain, model, spec, _, at = split(width, hidden, reshard)
-    params = fs.shard(model, spec)
-    xs = torch.randn(2, 4, width, dtype=torch.float64)
-
-    def loss(params: fs.Params) -> Tensor:
-        return (fs.functional_call(model, params, (xs[at[0]],), spec=spec) ** 2).mean()
-
-    ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
-    for _ in range(5):
-        grads, value = fs.grad_and_value(loss)(params)
-        step_with(grads, params, ours)
-        theirs.zero_grad()
-        losses = [(plain(x) ** 2).mean() for x in xs]
-        (sum(losses) / 2).backward()
-        theirs.step()
-        torch.testing.assert_close(value, losses[at[0]].detach(), rtol=1e-9, atol=1e-12)
-    full = fs.unshard(params, spec)
-    torch.testing.assert_close(full["0.up.weight"], plain[0].weight.detach().chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(full["0.up.bias"], plain[0].bias.detach().chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(full["0.down.weight"], plain[2].weight.detach().chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
-@real_ranks(4)
-def test_clip_grad_norm_2d(rank: int, p: float) -> None:
-    """The spec's norm is of this rank's part of the model; the norm of those over the other axis is the whole model's."""
-    plain, model, spec, tp, at = split(5, 34, reshard=True)
-    xs = torch.randn(2, 4, 5, dtype=torch.float64)
-    sum((plain(x) ** 2).mean() for x in xs).div(2).backward()
-    grads = fs.grad(lambda q: (fs.functional_call(model, q, (xs[at[0]],), spec=spec) ** 2).mean())(fs.shard(model, spec))
-    norm = torch.linalg.vector_norm(c.gather_slices(fs.optim.global_norm(grads, spec, p=p)[None], tp), p)
-    most = norm.item() / 3
-    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), most, p), rtol=1e-9, atol=0)
-    scaled = {key: g * (most / (norm + 1e-6)).clamp(max=1) for key, g in grads.items()}
-    full = fs.unshard(scaled, spec)
-    torch.testing.assert_close(full["0.up.weight"], plain[0].weight.grad.chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(full["0.down.weight"], plain[2].weight.grad.chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
+    """FSDP x TP: the spec on one axis of the mesh, the model's own collectives over the other, has the plain model's gradients.
+    Its norm is of this rank's part of the model; the norm of those over the other axis is the whole model's, by any p."""
+    plain, model, spec, tp, at = split(width, hidden, reshard)
+    xs, close = torch.randn(2, 4, width, dtype=torch.float64), {"rtol": 1e-9, "atol": 1e-12}
+    loss = lambda q: (fs.functional_call(model, q, (xs[at[0]],), spec=spec) ** 2).mean()  # noqa: E731
+    grads, value = fs.grad_and_value(loss)(fs.shard(model, spec))
+    losses = [(plain(x) ** 2).mean() for x in xs]
+    (sum(losses) / 2).backward()
+    torch.testing.assert_close(value, losses[at[0]].detach(), **close)
+    for p in (None, 1.0, 2.0, 3.0, math.inf):
+        if p is not None:  # of what is clipped already
+            norm = torch.linalg.vector_norm(c.gather_slices(fs.optim.global_norm(grads, spec, p=p)[None], tp), p)
+            most = norm.item() / 3
+            torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), most, p), rtol=1e-9, atol=0)
+            grads = {key: g * (most / (norm + 1e-6)).clamp(max=1) for key, g in grads.items()}
+        full = fs.unshard(grads, spec)
+        torch.testing.assert_close(full["0.up.weight"], plain[0].weight.grad.chunk(2)[at[1]], **close)
+        torch.testing.assert_close(full["0.up.bias"], plain[0].bias.grad.chunk(2)[at[1]], **close)
+        torch.testing.assert_close(full["0.down.weight"], plain[2].weight.grad.chunk(2, dim=1)[at[1]], **close)
 
 
 @real_ranks(4)

@@ -235,23 +235,6 @@ def test_pure(step: int) -> None:
             same(params, kept)
 
 
-@given(st.integers(1, 5), st.integers(0, 7))
-def test_due_when_torchs_periodic_is(period: int, warmup_steps: int) -> None:
-    """In each of 20 steps."""
-    warns = pytest.warns(UserWarning, match="When period is 1") if period == 1 else contextlib.nullcontext()
-    with world(2), warns:
-        peer = PeriodicModelAverager(period, warmup_steps)
-    state = at(0)
-    for _ in range(20):
-        assert state.step == peer.step
-        theirs = due(lambda: peer.average_parameters([parameter()]))
-        with world(2):
-            spec = fs.policies.whole(fs.P())(nn.Linear(2, 1, bias=False)).bound
-            with Collectives() as sent:
-                _, state = av.periodic(spec, period, warmup_steps=warmup_steps)[1]({"": torch.ones(2)}, state)
-        assert [one.ranks for one in sent.all] == [2] * len(theirs)
-
-
 def parameter() -> nn.Parameter:
     """One that torch's averagers do not leave out: it has a gradient."""
     p = nn.Parameter(torch.ones(2))
@@ -268,14 +251,19 @@ def due(step: Any) -> list[Any]:
     return groups
 
 
-@given(st.sets(st.integers(2, 12), min_size=1, max_size=3), st.integers(0, 9), st.integers(0, 30))
-def test_due_where_torchs_hierarchical_is(periods: set[int], warmup_steps: int, start: int) -> None:
-    """On how many ranks in each of 25 steps, for any periods, warm-up and step to start again from."""
-    sizes = [2, 4, 8][-len(periods) :]
-    with world(8):
+@given(st.integers(1, 5) | st.sets(st.integers(2, 12), min_size=1, max_size=3), st.integers(0, 9), st.integers(0, 30))
+def test_due_where_torchs_are(periods: int | set[int], warmup_steps: int, start: int) -> None:
+    """The periodic averager and the hierarchical one: on how many ranks in each of 25 steps, for any periods, warm-up and step
+    to start again from."""
+    warns = pytest.warns(UserWarning, match="When period is 1") if periods == 1 else contextlib.nullcontext()
+    with world(8), warns:
         spec = fs.policies.whole(fs.P())(nn.Linear(2, 1, bias=False)).on(mesh_of(all=2, quad=2, pair=2))
-        levels = [(period, AXES[size]) for period, size in zip(sorted(periods), sizes, strict=True)]
-        peer = HierarchicalModelAverager(OrderedDict(zip(sorted(periods), sizes, strict=True)), warmup_steps)
+        if isinstance(periods, int):
+            levels, peer = periods, PeriodicModelAverager(periods, warmup_steps)
+        else:
+            sizes = dict(zip(sorted(periods), [2, 4, 8][-len(periods) :], strict=True))
+            levels = [(period, AXES[size]) for period, size in sizes.items()]
+            peer = HierarchicalModelAverager(OrderedDict(sizes), warmup_steps)
         peer.step, state = start, at(start)
         for _ in range(25):
             theirs = [torch.distributed.get_world_size(group) for group in due(lambda: peer.average_parameters([parameter()]))]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, each, every, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from models import module_class, refused
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ POLICIES = {"P(shard)": fs.policies.always(), "P()": fs.policies.whole(P()), "mi
 
 
 @functools.cache
-def wanted(ranks: int, *, seed: int = 1) -> Any:
+def wanted(ranks: int) -> Any:
     """By plain autograd of the unsharded model on the samples of all ranks, in one process."""
     joined = [t[:ranks].transpose(0, 1).flatten(1, 2) for t in (X, WEIGHTS)]
     MODEL.eval()  # ranks draw their own masks
@@ -127,7 +127,18 @@ def wanted(ranks: int, *, seed: int = 1) -> Any:
     return weights.unflatten(1, (ranks, -1)).transpose(0, 1), lr, fs.unshard({"": params[0]}, spec)
 
 
-def check_law(rank: int, policy: str, mesh: Any, **options: Any) -> None:
+LAWS: list[Any] = [((2,), "mixed", {}), ((2,), "P(shard)", {"segments": "log"})]
+LAWS += [
+    pytest.param(sizes, policy, options, marks=seldom)
+    for sizes, policy, options in itertools.product([(4,), (2, 2)], POLICIES, [{}, {"segments": "log"}])
+]
+
+
+@pytest.mark.parametrize(("sizes", "policy", "options"), LAWS)
+@real_ranks(lambda sizes: math.prod(sizes))
+def test_the_law_on_real_ranks(rank: int, sizes: tuple[int, ...], policy: str, options: dict[str, Any]) -> None:
+    """The gradients are those of the loop on the unsharded model; on four ranks also with replicas."""
+    mesh = mesh_of(*sizes)
     want_weights, want_lr, want_params = wanted(mesh.size())
     MODEL.eval()
     spec = POLICIES[policy](MODEL).on(mesh)
@@ -137,21 +148,6 @@ def check_law(rank: int, policy: str, mesh: Any, **options: Any) -> None:
     assert_close(weights, mesh.size() * want_weights[rank], **EXACT)
     assert_close(lr, want_lr, **EXACT)
     assert_close(fs.unshard(params, spec), want_params, **EXACT)
-
-
-@pytest.mark.parametrize(("policy", "options"), [("mixed", {}), ("P(shard)", {"segments": "log"})])
-@real_ranks(2)
-def test_the_law_on_two_ranks(rank: int, policy: str, options: dict[str, Any]) -> None:
-    """The gradients are those of the loop on the unsharded model."""
-    check_law(rank, policy, mesh_of(2), **options)
-
-
-@seldom
-@every(options=[{}, {"segments": "log"}], policy=POLICIES, sizes=[(4,), (2, 2)])
-@real_ranks(4)
-def test_the_law_on_four_ranks(rank: int, sizes: tuple[int, ...], policy: str, options: dict[str, Any]) -> None:
-    """Also with replicas."""
-    check_law(rank, policy, mesh_of(*sizes), **options)
 
 
 # --- what a step may contain ---
