@@ -131,7 +131,7 @@ def rank_main(seconds: float, seed: int, least: int) -> None:
 def _steps(seed: int, rank: int, size: int) -> Iterator[Callable[[], None]]:
     """Random steps, the same ones on every rank; each of them asserts that its gradients are those of plain autograd."""
     import torch
-    from parity import strategies
+    from parity import DERIVATIVES, leaves_of, strategies
     from torch import Tensor, nn
     from torch.distributed import init_device_mesh
 
@@ -184,7 +184,7 @@ def _steps(seed: int, rank: int, size: int) -> Iterator[Callable[[], None]]:
         xs = torch.randn(size, 3, width, dtype=torch.float64)
         spec = fs.by_type(Layer, p=alike.choice(kinds))(model).on(alike.choice(meshes))
         options = {"prefetch": alike.randint(0, 2), "in_flight": alike.randint(1, 2)}
-        way = alike.choice(["backward", "func", "func", "double", "hvp", "value", "no backward", "error"])
+        way = alike.choice(["autograd", "fs.grad", "fs.grad", "double backward", "hvp", "value", "no backward", "error"])
         trained, frozen = fs.partition(fs.shard(model, spec), spec)
 
         def loss(params: fs.Params, x: Tensor = xs[rank]) -> Tensor:
@@ -200,36 +200,21 @@ def _steps(seed: int, rank: int, size: int) -> Iterator[Callable[[], None]]:
                 ok = torch.allclose(got[key], mine, rtol=1e-9, atol=1e-9)
                 assert ok, f"{way} {spec.by_key[key]} {options}: got {got[key]}, expected {mine}"
 
-        leaves = {k: p.detach().requires_grad_() for k, p in trained.items()}
-        plain = {n: p.detach().requires_grad_() for n, p in model.named_parameters() if p.requires_grad}
+        plain = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
         rest = {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
-        wholly = lambda p: whole({**p, **rest})  # noqa: E731
 
         def run() -> None:
             if way == "value":
                 with torch.no_grad():
                     loss(trained)
             elif way == "no backward":
-                loss(leaves)
+                loss(leaves_of(trained))
             elif way == "error":
                 alike.choice(list(model)).fails = True
                 with contextlib.suppress(Stop):  # none where nothing before it is trained
-                    loss(leaves).backward()
-            elif way == "hvp":
-                v = {n: p.detach().cos() for n, p in plain.items()}
-                full = {n: torch.zeros_like(p) for n, p in model.named_parameters()} | v
-                tangent = fs.partition(fs.shard(full, spec), spec)[0]
-                check(fs.hvp(loss, trained, tangent), torch.func.jvp(torch.func.grad(wholly), (plain,), (v,))[1])
-            elif way == "double":
-                first = torch.autograd.grad(loss(leaves), list(leaves.values()), create_graph=True, materialize_grads=True)
-                sum((g**2).sum() for g in first).backward()
+                    loss(leaves_of(trained)).backward()
             else:
-                got = fs.grad(loss)(trained) if way == "func" else None
-                if got is None:
-                    loss(leaves).backward()
-                    got = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}
-                grads = torch.autograd.grad(wholly(plain), list(plain.values()), materialize_grads=True)
-                check(got, dict(zip(plain, grads, strict=True)))
+                check(DERIVATIVES[way](loss)(trained), DERIVATIVES[way](lambda p: whole({**p, **rest}))(plain))
 
         return run
 
