@@ -233,43 +233,31 @@ def dotted(a: fs.Params, b: fs.Params) -> Tensor:
     return torch.vdot(*(torch.cat([tree[name].flatten() for name in GRADIENTS]) for tree in (a, b)))
 
 
-@pytest.mark.parametrize("values", [dict, lambda full: {name: torch.complex(g, g.flip(0)) for name, g in full.items()}])
-@pytest.mark.parametrize(
-    ("policy", "sizes"),
-    [*((policy, {"shard": n}) for policy in POLICIES.values() for n in (1, 2, 5)), (HYBRID, {"replicate": 2, "shard": 3})],
-)
-def test_vdot_is_torchs(policy: fs.Policy, sizes: dict[str, int], values: Any) -> None:
-    a, b = values(GRADIENTS), values(gradients(1))
-
-    def rank(mesh: Any, _: Tensor) -> Tensor:
-        spec = policy(MODEL).on(mesh)
-        return vdot(fs.shard(a, spec), fs.shard(b, spec), spec)
-
-    ranks = math.prod(sizes.values())
-    assert_close(fs.testing.spmd(rank, sizes)(torch.zeros(ranks)), dotted(a, b).expand(ranks))
+ON_MESHES = [
+    *((policy, {"shard": n}) for policy in POLICIES.values() for n in (1, 2, 3, 5)),
+    (HYBRID, {"replicate": 2, "shard": 3}),
+]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_vdot_is_differentiable(policy: str) -> None:
-    """The gradient of a function of it in both arguments, and a Hessian-vector product, are the shards of the whole's."""
+@pytest.mark.parametrize(("policy", "sizes"), ON_MESHES)
+def test_vdot_is_torchs(policy: fs.Policy, sizes: dict[str, int]) -> None:
+    """The gradient of a function of it in both arguments, and a Hessian-vector product, are the shards of the whole's; and it
+    itself, also of complex numbers."""
     a, b, v = (gradients(seed) for seed in range(3))
+    turned = [{name: torch.complex(g, g.flip(0)) for name, g in tree.items()} for tree in (a, b)]
+    cubes = lambda dot, x, y: dot(x, y) ** 3 + dot(x, x)  # noqa: E731
+
+    def derived(dot: Any, x: fs.Params, y: fs.Params, direction: fs.Params, z: fs.Params, w: fs.Params) -> Any:
+        hvp = fs.hvp(lambda x: cubes(dot, x, y), x, direction)
+        return (*torch.func.grad(partial(cubes, dot), (0, 1))(x, y), hvp), dot(x, y), dot(z, w)
 
     def rank(mesh: Any, _: Tensor) -> Any:
-        spec = POLICIES[policy](MODEL).on(mesh)
+        spec = policy(MODEL).on(mesh)
+        got = derived(lambda x, y: vdot(x, y, spec), *(fs.shard(tree, spec) for tree in (a, b, v, *turned)))
+        return got, (tuple(fs.shard(tree, spec) for tree in wanted[0]), *(x.clone() for x in wanted[1:]))
 
-        def of_shards(x: fs.Params, y: fs.Params) -> Tensor:
-            return vdot(x, y, spec) ** 3 + vdot(x, x, spec)
-
-        x, y, direction = (fs.shard(tree, spec) for tree in (a, b, v))
-        got = (*torch.func.grad(of_shards, (0, 1))(x, y), fs.hvp(lambda x: of_shards(x, y), x, direction))
-        return got, tuple(fs.shard(tree, spec) for tree in wanted)
-
-    def whole(x: fs.Params, y: fs.Params) -> Tensor:
-        return dotted(x, y) ** 3 + dotted(x, x)
-
-    wanted = (*torch.func.grad(whole, (0, 1))(a, b), fs.hvp(lambda x: whole(x, b), a, v))
-    got, expected = fs.testing.spmd(rank, 3)(torch.zeros(3))
-    assert_close(got, expected)
+    wanted = derived(dotted, a, b, v, *turned)
+    assert_close(*fs.testing.spmd(rank, sizes)(torch.zeros(math.prod(sizes.values()))))
 
 
 def test_vdot_of_full_tensors_some_units_and_nothing() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import module_class, refused
 from parity import numbers, shards_of
-from peer_models import MLP, Net
+from peer_models import MLP, Net, Order
 from ranks import mesh_of, real_ranks
 from test_accumulate import OTHERWISE, STRATEGIES, Some, close, policy, used_otherwise
 from test_memory import no_collector
@@ -292,20 +292,6 @@ def test_an_error_leaves_no_reference_cycle(where: str, clip: str | None) -> Non
         assert not [ref for ref in seen if ref() is not None]
 
 
-class Loops(nn.Module):
-    """A block that runs several times, as in a recurrent network, and a weight that two modules share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.a, self.b = MLP(5), nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
-        self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = self.b(torch.tanh(self.cell(self.a(x))))
-        return x
-
-
 @at_most(1)
 @pytest.mark.parametrize(
     "p",
@@ -314,8 +300,10 @@ class Loops(nn.Module):
 )
 @real_ranks(2)
 def test_modules_that_run_often(rank: int, p: P) -> None:
-    """Each unit is complete after the last of its runs' backwards, even where the update writes into the shards."""
-    model = Loops()
+    """Blocks that run several times, of which one shares a bias: each unit is complete after the last of its runs' backwards,
+    even where the update writes into the shards."""
+    model = Order("abaab")
+    model.a.out_proj.bias = model.head.bias
     (spec, params), batches = shards_of(fs.by_type(MLP, nn.Linear, p=p), model), [numbers(rank, i) for i in range(2)]
     init, update = fs.optim.from_torch(torch.optim.AdamW, **ADAM)
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731

@@ -14,10 +14,9 @@ from depth import each, every, seldom
 from models import refused
 from parity import shards_of, strategies
 from ranks import real_ranks
-from test_hvp import Cube, text
+from test_hvp import Cube
 from test_memory import Peak, no_collector
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import funshard as fs
@@ -222,8 +221,13 @@ def test_functions_of_plain_tensors() -> None:
     assert products.ggnvp(lambda p: torch.ones(2), squared(torch.ones(2)), {}, {}) == {}
 
 
-def test_huge_and_low_precision_logits() -> None:
-    """Of saturated logits the matrix is zero, not NaN; in bfloat16 the Hessian is computed in float32."""
+def test_logits_of_other_shapes_sizes_and_precisions() -> None:
+    """Of tokens the matrix is that of all of them in a row, as of a language model; of saturated logits zero, not NaN; in
+    bfloat16 the Hessian is computed in float32."""
+    z, u = torch.randn(2, 2, 3, CLASSES, dtype=torch.float64)
+    tokens = torch.randint(CLASSES, (2, 3))
+    in_a_row = curvature.cross_entropy(tokens.flatten()).hessian_product(z.flatten(0, 1), u.flatten(0, 1))
+    assert_close(curvature.cross_entropy(tokens).hessian_product(z, u), in_a_row.view_as(z), **CLOSE)
     loss = curvature.cross_entropy(torch.tensor([0, 1]))
     z, u = torch.tensor([[1e30, 0.0], [0.0, -1e4]]), torch.tensor([[1.0, 2.0], [3.0, 5.0]])
     assert_close(loss.hessian_product(z, u), torch.zeros(2, 2))
@@ -232,31 +236,6 @@ def test_huge_and_low_precision_logits() -> None:
     got = loss.hessian_product(z.bfloat16(), u.bfloat16())
     assert got.dtype is torch.bfloat16
     assert_close(got.double(), want, rtol=3e-2, atol=1e-4)
-
-
-@seldom
-def test_llama_of_transformers_at_its_defaults() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
-    model = transformers.LlamaForCausalLM(config).double()
-    (spec, params), ids = shards_of(fs.by_type(type(model.model.layers[0])), model), torch.randint(17, (2, 5))
-    v = fs.random_like(params, spec, 0)
-
-    def call(p: fs.Params) -> Any:
-        return fs.functional_call(model, p, (), {"input_ids": ids}, spec=spec)
-
-    loss = curvature.cross_entropy(ids)
-    with pytest.raises(RuntimeError, match="flash_attention") as error:
-        products.ggnvp(lambda p: call(p).logits, loss, params, v)
-    assert "transforms_attention" in text(error.value)
-    with sdpa_kernel(SDPBackend.MATH):
-        with pytest.raises(TypeError, match=r"ggnvp: outputs\['\w+'\].*: expected a floating point tensor"):
-            products.ggnvp(lambda p: dict(call(p)), loss, params, v)
-        got = products.ggnvp(lambda p: call(p).logits, loss, params, v)
-        want = products.ggnvp(lambda p: call(p).logits, lambda z: F.cross_entropy(z.flatten(0, 1), ids.flatten()), params, v)
-    assert_close(got, want, rtol=1e-8, atol=1e-10)
 
 
 # --- refusals ---
@@ -275,6 +254,8 @@ def test_what_is_refused() -> None:
         curvature.cross_entropy(Y[0], reduce=0.0)
     with pytest.raises(TypeError, match="ggnvp: outputs: expected a tensor, as the loss takes, got dict"):
         alone(lambda p: {"logits": p["1"]})
+    with pytest.raises(TypeError, match=r"ggnvp: outputs\['n'\].*: expected a floating point tensor"):
+        alone(lambda p: {"y": p["1"], "n": torch.ones(2, dtype=torch.int64)})
     with pytest.raises(ValueError, match="ggnvp: expected the Hessian's product to be like the outputs"):
         products.ggnvp(lambda p: p["1"], products.ConvexLoss(torch.sum, lambda z, u: u[:1]), params, v)
     with pytest.raises(ValueError, match=r"fishervp: losses: expected a loss for each sample, \[samples\], got \[\]"):

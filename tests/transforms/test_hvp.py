@@ -23,6 +23,7 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import P
 from funshard._transforms.error_hints import add_hints, find_hint, is_forward_rule_missing
+from funshard._transforms.products import ggnvp
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 Block = module_class(
@@ -178,6 +179,7 @@ def test_fused_attention_says_what_to_do() -> None:
         (lambda: fs.hvp(loss, shards, shards, forward=True), named),
         (lambda: fs.hvp(loss, shards, shards, forward=False), unnamed),
         (lambda: jvp(loss, (shards,), (shards,)), named),
+        (lambda: ggnvp(lambda p: fs.functional_call(model, p, x, spec=spec), lambda y: y.sin().sum(), shards, shards), unnamed),
         (lambda: fs.grad(lambda p: sum((g**2).sum() for g in fs.grad(loss)(p).values()))(shards), unnamed),
     ]
     for way, wanted in ways:
