@@ -278,6 +278,11 @@ def HookedItself(m: Any) -> None:
     m.register_forward_hook(lambda module, args, out: out + module.l.weight.sum())
 
 
+@changing(One)
+def BackwardHooked(m: Any) -> None:
+    m.l.register_full_backward_hook(lambda module, grads, _: tuple(None if g is None else 2 * g for g in grads))
+
+
 @forward_of(One)
 def TensorHook(m: Any, x: Tensor) -> Tensor:
     y = m.l(x)

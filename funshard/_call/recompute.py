@@ -160,8 +160,10 @@ class _RecomputedModule:
         now = {join_path(*name): copy for copy, names in zip(copies, self._buffer_names, strict=True) for name in names}
         changes: list[_Changes] = []
         with phase("run" if self._first else "recompute", bound.path):
+            hooks = {key: x._backward_hooks for key, x in params.items() if x._backward_hooks}  # of the first run
             params, gathered = self._insert_gathered(params)
             call = self._outer.make_inner(bound, params, spec, gathered)
+            call.gradient_hooks = hooks
             with call.install(now, attributes := self._make_attributes(own)):
                 for (path, attr), tensor in replaced.items():
                     bound.modules[path]._parameters[attr] = tensor

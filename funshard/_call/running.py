@@ -222,6 +222,7 @@ class Call:
         self.scopes.separate.update(inputs.spec._compute_once(_keys_of_inner_calls, bound.path, _torch.current_level() > 0))
         self.is_inference = torch.is_inference_mode_enabled()
         self.used_parameters: set[str] | None = set() if is_inner else None  # what the module has read
+        self.gradient_hooks: Mapping[str, Mapping[int, Any]] = {}  # by unit, of the parameters that it reads
 
     @functools.cached_property
     def is_fake(self) -> bool:
@@ -294,9 +295,13 @@ class Call:
 
     def read(self, unit: Unit, i: int, *, for_module: bool = False) -> Tensor:
         """Return the unit's i-th parameter, as forward reads it or, before that, ``for_module`` that does."""
+        view = self.scopes.gather(unit, is_read=not for_module).views[i]
         if self.used_parameters is not None:
             self.used_parameters.add(unit.params[i].name)
-        return self.scopes.gather(unit, is_read=not for_module).views[i]
+            if view.requires_grad and not view._backward_hooks:
+                for hook in self.gradient_hooks.get(unit.key, {}).values():
+                    view.register_hook(hook)
+        return view
 
     def make_inner(
         self, bound: BoundModule, params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]

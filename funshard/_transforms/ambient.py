@@ -171,8 +171,8 @@ def check_backward_hooks(modules: Iterable[nn.Module], name: str) -> None:
         for hook in (*module._backward_pre_hooks.values(), *module._backward_hooks.values()):
             hook_name = getattr(hook, "__qualname__", type(hook).__name__)
             raise RuntimeError(
-                f"{name} reaches a {type(module).__name__} with the backward hook {hook_name}, which in a stack of transforms "
-                "torch calls for one of them or for none: expected an autograd.Function that changes the gradient, or the hook "
+                f"{name} reaches a {type(module).__name__} with the backward hook {hook_name}, which torch calls for one "
+                "derivative of several or for none: expected an autograd.Function that changes the gradient, or the hook "
                 "removed"
             )
 

@@ -86,6 +86,9 @@ FOUND = [
     one("TensorHook", "remat", "grad of grad"),
     after("InnerAutograd", "remat", "hvp"),
     after("InnerAutograd", "remat", "fs.grad"),
+    one("InnerAutogradByWeight", "remat", "fs.grad", order=(0, 0)),
+    one("GradientThroughItsLayer", "keep remat", "double backward", order=(0, 0)),
+    after("BackwardHooked", "remat", "double backward"),
     one("Attention", "remat", "hvp", leaves=True),
     one("Counts", "replicated remat", "jvp", order=(0, 0)),
     one("Lstm", "remat", "fs.grad", leaves=True),
@@ -101,13 +104,17 @@ FOUND = [
 ]
 """Each was wrong, or crashed without a word about what to do."""
 
+BY_WEIGHT = {"InnerAutogradByWeight", "GradientThroughItsLayer"}
 MAY_BE_REFUSED: dict[str, set[str]] = {
     "was changed in place in forward": {"ClampsData", "ClampsWithoutGrad", "MaxNorm", "ScalesAfterUse", "SetsData"},
     "reads tensor.data": {"ClampsData", "Data", "Rewrapped", "batch_norm"},
     "uses a torch.func transform": {"InnerGradByInput", "InnerStep"},
     "torch.utils.checkpoint inside functional_call": {"Checkpointed", "CheckpointedReentrant"},
     "calls tensor.register_hook": {"TensorHook"},
-    "reads tensor.requires_grad": {"InnerAutograd", "TensorHook"},
+    "reads tensor.requires_grad": {"InnerAutograd", "TensorHook", *BY_WEIGHT},
+    "which others of its arguments are computed from": {*BY_WEIGHT},
+    "is read in forward where its module computes with another tensor": {*BY_WEIGHT},
+    "with the backward hook": {"BackwardHooked"},
     "reads other parameters in one of its runs": {"Cached"},
     "puts a tensor into its buffer": {"Counts"},
     "does not own it": {"Borrows"},
@@ -115,7 +122,10 @@ MAY_BE_REFUSED: dict[str, set[str]] = {
     "which is not one of its arguments": {"Cached"},  # the same, where the parameter is known
     "Batching rule not implemented for aten::lstm": {"Lstm"},  # recomputed on simulated ranks
     "Batching rule not implemented for aten::div.out": {"spectral_norm"},  # recomputed for each sample
-    "attempting to call Tensor.requires_grad_()": {"InnerAutograd"},  # clipped, whose units are differentiated one by one
+    "attempting to call Tensor.requires_grad_()": {
+        "InnerAutograd",
+        *BY_WEIGHT,
+    },  # clipped, whose units are differentiated one by one
     "a tensor was torch.float32 of shape": {"AutocastSingle"},  # recomputed for each sample
 }
 """The pieces that may be refused, by what the error says. Any other refusal is a defect."""

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ... import _torch
@@ -385,6 +386,10 @@ class RecomputedFunction:
                 raise self._uncopied(f"was given an object that cannot be copied for another run, {name} ({error})")
         return Snapshot(roots.values())
 
+    def check_second_derivative(self) -> None:
+        """Raise RuntimeError for backward hooks of modules where the gradient is differentiated again."""
+        check_backward_hooks(self._reached_modules(), self.name)
+
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
         """Mark the run within this context as the last: plain autograd runs it for its gradient, and it never runs again."""
@@ -436,7 +441,18 @@ class RecomputedFunction:
                 sources = [xs[i].detach().requires_grad_() if _torch.is_wrapped(given[i]) else given[i] for i in some]
                 for i, x in zip(some, sources and BeginGraph.apply(HANDED_ON.format(self.name), *sources), strict=True):
                     out[i] = x
+                    x.register_hook(functools.partial(self._check_independent, i, flagged))
         return tuple(out)
+
+    def _check_independent(self, operand: int, flagged: Sequence[int], _: Tensor) -> None:
+        """Raise RuntimeError in a gradient by an operand, taken in the first run, that others are computed from outside."""
+        given = self._before.tensors
+        own = {*_torch.own_edges(given[operand])} or {(get_gradient_edge(given[operand]).node, 0)}
+        if not own.isdisjoint(_torch.edges_in_graph(given[i] for i in flagged if i != operand)):
+            raise RuntimeError(
+                f"{self.name} differentiates by {self._name_of(operand)}, which others of its arguments are computed from: "
+                "the gradient would miss that, since they are constants where it runs again; expected no remat"
+            )
 
     def _run(self, roots: Sequence[Any], xs: Sequence[Tensor]) -> Any:
         """Run the function in the surroundings of its first run, and return its result."""

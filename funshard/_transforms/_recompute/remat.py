@@ -303,6 +303,8 @@ class _RecomputeFunction(_torch.Function):
                 with _torch.below_transforms(), ctx.fn.last_run() if is_first_order else contextlib.nullcontext():
                     found = vjp.run_by_autograd(plain) if isinstance(vjp, Vjp) else vjp(*plain)
                 return None, *_fill_mask(_mark_freed(operands, found) if last else found, wanted)
+        if isinstance(ctx.fn, RecomputedFunction):
+            ctx.fn.check_second_derivative()
         return None, *_fill_mask(_RecomputeFunction.apply(vjp, *operands), wanted)
 
     @staticmethod
