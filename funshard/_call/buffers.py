@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -19,7 +19,6 @@ from .._core.spec import PartitionSpec, abridge
 from .._core.tree import join_path
 from .._torch.modules import NormWithStatistics
 from .casting import buffer_dtype, cast_back, cast_floats
-from .module_state import own_tensors
 
 _WARNED: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
 """The kinds of warnings that users have got, by model or class."""
@@ -40,12 +39,10 @@ class BufferWarning(UserWarning):
 @_torch.assume_constant
 def warn_discarded(names: tuple[str, ...], stacklevel: int) -> None:
     """Warn that forward changed buffers that the call throws away. torch.compile comes here when it traces."""
-    shown = ", ".join(f"'{name}'" for name in names[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
-        f"functional_call: forward changed the buffers {shown}{more} in copies that are thrown away now: expected them in "
-        "buffers=; give it dict(model.named_buffers()) and keep what is in there afterwards (with grad: return it, by "
-        "has_aux=True), call model.eval() if nothing is to change, or ignore this UserWarning by its first words",
+        f"functional_call: forward changed the buffers {abridge(dict.fromkeys(names), 3)} in copies that are thrown away now: "
+        "expected them in buffers=; give it dict(model.named_buffers()) and keep what is in there afterwards (with grad: "
+        "return it, by has_aux=True), call model.eval() if nothing is to change, or ignore this UserWarning by its first words",
         BufferWarning,
         stacklevel=stacklevel + 1,
     )
@@ -56,91 +53,108 @@ def copy_buffer(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
     A buffer with an element at several places, as vmap expands them, is copied as well: a lazy copy could not be written to.
     """
+    if _torch.is_in_graph():
+        return buffer.to(dtype, copy=True)
     buffer = _torch.unwrap_dead(buffer)  # forward has left it there inside of transforms
-    seen = _torch.is_in_graph() or _torch.is_tracing() or _torch.is_batched(buffer)
+    seen = _torch.is_tracing() or _torch.is_batched(buffer)
     if seen or dtype != buffer.dtype or not _torch.is_strided(buffer) or _torch.has_internal_overlap(buffer):
         return buffer.to(dtype, copy=True)
     return _torch.lazy_clone(buffer)
 
 
-class CallBuffers:
-    """The buffers of a call's modules: every module gets its own ``_buffers`` of the given ones, and lazy copies of the rest.
+class ReplacedBuffer(NamedTuple):
+    """A buffer of a module, the given one or the model's own, and the tensor that a call uses instead."""
 
-    The precisions of the spec cast floating point buffers. A buffer on the meta device among ``valued`` parameters is a
-    ValueError: torch indexes and multiplies matrices by it without a word.
+    module: nn.Module
+    attr: str
+    before: Tensor
+    used: Tensor
+    moves: bool
+    """Whether ``used`` is a copy that a kernel changes in place, inside torch.compile."""
+
+    @property
+    def now(self) -> Tensor | None:
+        """The module's buffer as forward has left it."""
+        return self.module._buffers.get(self.attr)
+
+
+def replace_buffers(
+    modules: Mapping[str, nn.Module], given: Mapping[str, Tensor], spec: PartitionSpec | None
+) -> dict[str, ReplacedBuffer]:
+    """Return by name what a call uses instead of each buffer: the given one, or else a copy, which is thrown away.
+
+    The precisions of the spec cast floating point buffers. Inside torch.compile a given buffer that a normalisation layer
+    changes in place is copied as well. Buffers on the meta device stay. Dynamo traces this: plain loops.
+    """
+    copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
+    seen: set[nn.Module] = set()
+    replaced: dict[str, ReplacedBuffer] = {}
+    in_graph = _torch.is_in_graph()
+    for path, module in modules.items():
+        if not module._buffers:  # as most
+            continue
+        moves = in_graph and isinstance(module, NormWithStatistics) and module.training and module.track_running_stats
+        cast = buffer_dtype(spec, path) if spec else None
+        for attr, own in module._buffers.items():
+            name = join_path(path, attr)
+            before, is_given = given.get(name, own), name in given
+            if before is None or (not is_given and (before.is_meta or module in seen)):
+                continue
+            dtype = cast if cast is not None and before.is_floating_point() else before.dtype
+            if (moves or not is_given) and (before, dtype) not in copies:
+                copies[before, dtype] = copy_buffer(before, dtype)
+            used = copies[before, dtype] if moves or not is_given else cast_floats(before, cast)
+            replaced[name] = ReplacedBuffer(module, attr, before, used, moves)
+        seen.add(module)
+    for name in given:
+        if name not in replaced:
+            raise ValueError(f"buffer '{name}' is not in the model: expected its buffers' names")
+    return replaced
+
+
+class CallBuffers:
+    """The buffers of a call's modules, replaced for its length: every module gets its own ``_buffers``.
+
+    A buffer on the meta device among ``valued`` parameters is a ValueError: torch indexes and multiplies matrices by it without
+    a word.
     """
 
     def __init__(
         self, modules: Mapping[str, nn.Module], buffers: Mapping[str, Tensor] | None, spec: PartitionSpec | None, valued: bool
     ) -> None:
         self.given = dict(buffers or {})
-        self._placed: list[tuple[str, nn.Module, str, Tensor, Tensor]] = []
-        self._copied: list[tuple[str, nn.Module, str, Tensor]] = []
-        self.normalized: dict[str, nn.Module] = {}  # the normalisation layers that have buffers, by path
-        copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
-        fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
-        empty: dict[str, Tensor] = {}
-        left = dict(self.given)
-        for path, module in modules.items():
-            if not module._buffers:  # as most
-                continue
-            own = own_tensors(module, "_buffers")
-            if isinstance(module, NormWithStatistics):
-                self.normalized[path] = module
-            mine = fresh.setdefault(module, dict(own))
-            cast = buffer_dtype(spec, path) if spec else None
-            for attr, original in own.items():
-                name = join_path(path, attr)
-                if name in left:
-                    before = left.pop(name)
-                    mine[attr] = used = cast_floats(before, cast)
-                    self._placed.append((name, module, attr, before, used))
-                elif original is not None and mine[attr] is original and not original.is_meta:
-                    dtype = cast if cast and original.is_floating_point() else original.dtype
-                    if (original, dtype) not in copies:
-                        copies[original, dtype] = copy_buffer(original, dtype)
-                    mine[attr] = copies[original, dtype]
-                    self._copied.append((name, module, attr, copies[original, dtype]))
-                elif original is not None and original.is_meta and valued:
-                    empty[name] = original
+        self._replaced = replace_buffers(modules, self.given, spec)
+        own = ((join_path(path, attr), x) for path, module in modules.items() for attr, x in module._buffers.items())
+        empty = {name: x for name, x in own if x is not None and name not in self.given and x.is_meta} if valued else {}
         if empty:
             raise ValueError(
                 f"functional_call: buffers are on the meta device, without values: {abridge(empty)}; expected all in buffers=, "
                 "as fs.init_buffers(model, spec) makes them; those that no initialiser makes have to be made by hand"
             )
-        if left:
-            raise ValueError(f"buffer '{next(iter(left))}' is not in the model: expected its buffers' names")
-        for module, mine in fresh.items():
-            vars(module)["_buffers"] = mine
+        for module in modules.values():
+            if module._buffers:
+                vars(module)["_buffers"] = dict(module._buffers)
+        for module, attr, _, used, _ in self._replaced.values():
+            module._buffers[attr] = used
 
     def updated(self) -> dict[str, Tensor]:
         """Return the given buffers as they are now, in their own dtypes."""
-        found = [(name, _own_buffer(module, attr), before, used) for name, module, attr, before, used in self._placed]
-        return {name: cast_back(buffer, before, used) for name, buffer, before, used in found if buffer is not None}
+        given = {name: x for name, x in self._replaced.items() if name in self.given}
+        return {name: cast_back(now, x.before, x.used) for name, x in given.items() if (now := x.now) is not None}
 
     def changed(self) -> list[str]:
         """Return the names of the copies that forward has changed."""
-        moved = {
-            (module, attr)
-            for _, module, attr, copy in self._copied
-            if _own_buffer(module, attr) is not copy or _torch.version(copy)
-        }
+        copied = {name: x for name, x in self._replaced.items() if name not in self.given}
+        moved = {(x.module, x.attr) for x in copied.values() if x.now is not x.used or _torch.version(x.used)}
         # The kernels of BatchNorm do not tell the version of its statistics, but its module counts.
         counted = {module for module, attr in moved if attr == "num_batches_tracked"}
-        return [
-            name
-            for name, module, attr, _ in self._copied
-            if (module, attr) in moved or (module in counted and attr in ("running_mean", "running_var"))
-        ]
+        moved |= {(module, attr) for module in counted for attr in ("running_mean", "running_var")}
+        return [name for name, x in copied.items() if (x.module, x.attr) in moved]
 
     def registered_again(self) -> dict[str, str]:
         """Return by path a given buffer of each module that forward has registered another tensor for."""
-        again = [name for name, module, attr, _, used in self._placed if _own_buffer(module, attr) is not used]
+        again = [name for name, x in self._replaced.items() if name in self.given and x.now is not x.used]
         return {path: attr for path, _, attr in (name.rpartition(".") for name in again)}
-
-
-def _own_buffer(module: nn.Module, attr: str) -> Tensor | None:
-    return own_tensors(module, "_buffers").get(attr)
 
 
 # --- running statistics that training has not updated ---

@@ -16,20 +16,15 @@ from .. import _torch
 from .._core.checks import find_full_params
 from .._core.flow import ReduceBy, Reduction
 from .._core.spec import PartitionSpec
-from .._core.tree import join_path
 from .._core.unit import Unit
 from .._spec.options import RECOMPUTE_ALL, inner_calls, remat_of
-from .._torch.modules import NormWithStatistics
 from .._transforms._recompute.saved_results import is_collecting_regions, mark_region
 from .._wire.flow import unshard_unit, weigh_grad
 from .._wire.mixed_layout import cast_views
-from .buffers import warn_discarded
-from .casting import buffer_dtype, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
+from .buffers import ReplacedBuffer, replace_buffers, warn_discarded
+from .casting import cast_back, cast_params, has_casts, module_overrides, wrap_in_casts
 from .module_state import find_modules
 from .schedule import CallInputs
-
-ReplacedBuffer = tuple[bool, dict[str, Any], str, Tensor, Tensor]
-"""Whether its module changes it in place, the module's dict and the name in it, and the tensor before the call and in it."""
 
 _Run = tuple[str, tuple[str, ...], int, int]
 """A module's path, names of its parameters, and the part of its unit's parameters that these are: begin and end."""
@@ -55,9 +50,9 @@ def run(
     for path, now in tensors.items():
         if path in modules:
             swaps.append((modules[path]._parameters, now))
-    replaced = _replace_buffers(modules, spec, buffers)
-    for _, own, attr, _, now in replaced.values():
-        swaps.append((own, {attr: now}))
+    replaced = replace_buffers(modules, buffers or {}, spec)
+    for module, attr, _, used, _ in replaced.values():
+        swaps.append((module._buffers, {attr: used}))
     with (
         _torch.undo_module_writes(model),
         _swap_tensors(swaps),
@@ -66,7 +61,7 @@ def run(
     ):
         run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""])
         out = _wrap_in_region(run, "", spec)(*args, **kwargs)
-        after = {name: own[attr] for name, (_, own, attr, _, _) in replaced.items()}
+        after = {name: module._buffers[attr] for name, (module, attr, _, _, _) in replaced.items()}
     _keep_buffers(replaced, after, buffers)
     return out
 
@@ -127,42 +122,11 @@ def _gather_views(shard: Tensor, graph_key: str, key: str, by: ReduceBy, over: t
     return tuple(_gather_unit_views(shard, spec, spec.by_key[key], Reduction.make(by, over)))
 
 
-def _replace_buffers(
-    modules: Mapping[str, nn.Module], spec: PartitionSpec, buffers: Mapping[str, Tensor] | None
-) -> dict[str, ReplacedBuffer]:
-    """Return what replaces each buffer: the given one, or else a copy, which is thrown away.
-
-    A given one that a normalisation layer changes in place is a copy as well, which `_keep_buffers` writes back.
-    """
-    copies: dict[Tensor, Tensor] = {}
-    seen: set[nn.Module] = set()
-    replaced: dict[str, ReplacedBuffer] = {}
-    for path, module in modules.items():
-        own_buffers = module._buffers
-        if not own_buffers:
-            continue
-        moves = isinstance(module, NormWithStatistics) and module.training and module.track_running_stats
-        for attr, own in own_buffers.items():
-            name = join_path(path, attr)
-            is_given = buffers is not None and name in buffers
-            before = buffers[name] if buffers is not None and is_given else own
-            if before is None or (not is_given and module in seen):
-                continue
-            if (moves or not is_given) and before not in copies:
-                copies[before] = before.clone()
-            replaced[name] = moves, own_buffers, attr, before, cast_floats(copies.get(before, before), buffer_dtype(spec, path))
-        seen.add(module)
-    for name in buffers or ():
-        if name not in replaced:
-            raise ValueError(f"buffer '{name}' is not in the model: expected its buffers' names")
-    return replaced
-
-
 def _keep_buffers(
     replaced: Mapping[str, ReplacedBuffer], after: Mapping[str, Tensor], buffers: dict[str, Tensor] | None
 ) -> None:
     lost: list[str] = []
-    for name, (moves, _, _, before, now) in replaced.items():
+    for name, (_, _, before, now, moves) in replaced.items():
         if buffers is None or name not in buffers:
             if moves or after[name] is not now:
                 lost.append(name)

@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .. import _torch
 from .._core.tree import join_path
+from .._torch.modules import NormWithStatistics
 from .buffers import check_statistics, is_first_warning, warn_discarded
-from .module_state import CALL_ATTRIBUTES, BoundModule, calling_thread
+from .module_state import CALL_ATTRIBUTES, BoundModule, calling_thread, find_instances
 from .running import ForwardRun, Guard
 
 
@@ -37,8 +38,8 @@ class BufferChanges(Guard):
         model = run.call.bound.modules[""]
         if self._discarded and is_first_warning(model, "discarded buffers"):
             warn_discarded(tuple(self._discarded), stacklevel + 1)
-        if run.buffers.normalized:
-            check_statistics(model, run.buffers.normalized, run.buffers.given, stacklevel + 1)
+        if layers := find_instances(run.call.bound.modules, NormWithStatistics):
+            check_statistics(model, layers, run.buffers.given, stacklevel + 1)
 
 
 class BackwardGuard(Guard):

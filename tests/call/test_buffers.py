@@ -57,7 +57,7 @@ def pretrained() -> nn.Sequential:
     return model
 
 
-BATCH_NORM = r"buffers '0\.1\.running_mean', '0\.1\.running_var', '0\.1\.num_batches_tracked' and 3 more in copies"
+BATCH_NORM = r"buffers '0\.1\.running_mean', '0\.1\.running_var', '0\.1\.num_batches_tracked', \.\.\. \(6 in all\) in copies"
 CHANGED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "batch": (with_batch_norm, (4, 3), BATCH_NORM),
     "sync": (lambda: fs.SyncBatchNorm.convert_sync_batchnorm(with_batch_norm()), (4, 3), BATCH_NORM),
