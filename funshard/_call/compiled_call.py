@@ -123,17 +123,18 @@ def _gather_views(shard: Tensor, graph_key: str, key: str, by: ReduceBy, over: t
 
 
 def _keep_buffers(
-    replaced: Mapping[str, ReplacedBuffer], after: Mapping[str, Tensor], buffers: dict[str, Tensor] | None
+    replaced: Mapping[str, ReplacedBuffer], after: Mapping[str, Tensor | None], buffers: dict[str, Tensor] | None
 ) -> None:
     lost: list[str] = []
-    for name, (_, _, before, now, moves) in replaced.items():
+    for name, (_, _, before, used, moves) in replaced.items():
+        now = after[name]
         if buffers is None or name not in buffers:
-            if moves or after[name] is not now:
+            if moves or now is not used:
                 lost.append(name)
-        elif moves and after[name] is now and now.dtype == before.dtype:
-            write_buffer(before, after[name])
-        elif after[name] is not before:
-            buffers[name] = cast_back(after[name], before, now)
+        elif moves and now is used and used.dtype == before.dtype:
+            write_buffer(before, used)
+        elif now is not None and now is not before:
+            buffers[name] = cast_back(now, before, used)
     if lost:
         warn_discarded(tuple(lost), 2)
 
