@@ -8,7 +8,6 @@ tests/compile/test_compile_remat.py pin.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -90,19 +89,25 @@ def compile(
     inductor_options = {**(_torch.inductor_modes()[mode] if mode else {}), **(options or {})}
     compiler = _make_backend(backend, prefetch, in_flight, inductor_options)
 
-    def run(world: str, /, *args: Any, **kwargs: Any) -> tuple[Any, str]:
-        if world < "":  # never; but Dynamo guards a string that is read, and traces again in another world: calls check theirs
-            raise AssertionError(world)
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, str]:
         return _run_step(step, donated_indices, *args, **kwargs)
 
-    # Dynamo counts recompiles by code object, so every compiled step needs its own.
-    run = torch.compile(_torch.copy_function(run, "run"), backend=compiler, fullgraph=fullgraph, **others)
+    runs: weakref.WeakKeyDictionary[Any, Callable[..., tuple[Any, str]]] = weakref.WeakKeyDictionary()
+
+    def find_run() -> Callable[..., tuple[Any, str]]:
+        """Return what is compiled for this default process group: a graph knows groups by their names alone."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else compiler
+        if world not in runs:  # Dynamo counts recompiles by code object, so every compiled step needs its own
+            runs[world] = torch.compile(_torch.copy_function(run, "run"), backend=compiler, fullgraph=fullgraph, **others)
+        return runs[world]
+
+    find_run()  # so that options which torch.compile does not know are an error here
 
     def run_traced(*args: Any, **kwargs: Any) -> tuple[Any, str]:
         with _torch.guard_hooks(), RUNNING.set(regions=[]):
             try:
                 with _torch.restore_autograd_state():
-                    return run(_identify_world(), *args, **kwargs)
+                    return find_run()(*args, **kwargs)
             except Exception as error:
                 if (raised := _torch.find_traced_error(error)) is not None:
                     raise add_compile_hint(raised, error) from error
@@ -137,17 +142,6 @@ def compile(
         return out
 
     return cast("Step", compiled)
-
-
-_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""A number for each default process group that a compiled step has met."""
-_NEXT = itertools.count()
-
-
-def _identify_world() -> str:
-    """Return a text that differs for each default process group that this process creates; "" without one."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return "" if world is None else str(_NUMBERS.setdefault(world, next(_NEXT)))
 
 
 def _run_step(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, **kwargs: Any) -> tuple[Any, str]:
