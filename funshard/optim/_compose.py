@@ -23,24 +23,21 @@ from ._schedules import read_count, read_value
 Link = Callable[[Pair], Optimizer]  # a function from an optimizer to one around it
 
 
+class Transformation(Optimizer):
+    """A pair whose update returns gradients."""
+
+    __slots__ = ()
+
+
 def check_optimizer(who: str, optimizer: object) -> None:
     """Raise TypeError for a pair that returns gradients, and for anything else than a pair of functions."""
     if not is_pair(optimizer):
         raise TypeError(f"{who}: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW), got {optimizer!r}")
-    if _returns_gradients(optimizer):
+    if isinstance(optimizer, Transformation):
         raise TypeError(
             f"{who}: a gradient transformation returns gradients: expected an optimizer, whose update returns parameters; "
             "fs.optim.chain(transformation, optimizer) makes one"
         )
-
-
-def _returns_gradients(pair: Any) -> bool:
-    return getattr(pair[1], "returns_gradients", False)
-
-
-def _make_transformation(init: Callable[[Any], Any], update: Any) -> Optimizer:
-    update.returns_gradients = True
-    return Optimizer(init, update)
 
 
 def _make_link(
@@ -94,7 +91,7 @@ def chain(*links: Pair | Link) -> Optimizer:
     for i, link in enumerate(links[:-1]):
         if not (is_pair(link) or (callable(link) and not isinstance(link, type))):
             raise TypeError(f"chain: argument {i}: expected (init, update), or a function of an optimizer, got {link!r}")
-        if isinstance(link, Optimizer) and not _returns_gradients(link):
+        if isinstance(link, Optimizer) and not isinstance(link, Transformation):
             raise ValueError(
                 f"chain: argument {i} of {len(links)} is an optimizer, which returns parameters: expected it last, after what "
                 "changes the gradients"
@@ -130,7 +127,7 @@ def _chain_pairs(pairs: list[Pair]) -> Optimizer:
         result, after = last_update(grads, state[-1], params, **rates)
         return dict(result), (*new, after)
 
-    return _make_transformation(init, update) if _returns_gradients(pairs[-1]) else Optimizer(init, update)
+    return (Transformation if isinstance(pairs[-1], Transformation) else Optimizer)(init, update)
 
 
 def clip_gradients(spec: PartitionSpec, max_norm: float | Tensor, *, p: float = 2.0) -> Optimizer:
@@ -152,7 +149,7 @@ def clip_gradients(spec: PartitionSpec, max_norm: float | Tensor, *, p: float = 
     check_spec(spec)
     check_max_norm("clip_gradients", max_norm)
     update = lambda grads, state, params, /: (clip_by_global_norm(grads, spec, max_norm, p=p)[0], state)  # noqa: E731
-    return _make_transformation(lambda params, /: (), update)
+    return Transformation(lambda params, /: (), update)
 
 
 class AccumulationState(NamedTuple):
