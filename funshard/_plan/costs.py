@@ -17,6 +17,7 @@ from .._core.unit import P, Unit
 from .._sharding.full import parse_bytes
 from .._wire.host import is_host_resident
 from ..optim import from_torch
+from ..optim._checks import is_pair
 
 # --- The events of a step: what each one holds, sends and computes ---
 
@@ -150,11 +151,10 @@ def resolve_optimizer(optimizer: object) -> tuple[Init | None, Any]:
     classes = {key.lower(): cls for key, cls in vars(torch.optim).items() if inspect.isclass(cls)}
     found = classes.get(optimizer.lower()) if isinstance(optimizer, str) else optimizer
     if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
-        defaults: dict[str, Any] = {"lr": 1e-3} if "lr" in inspect.signature(found).parameters else {}
-        return cast("Any", from_torch(found, donate=True, **defaults))
+        return cast("Any", from_torch(found, donate=True))
     if optimizer is None:
         return None, None
-    if isinstance(found, tuple) and len(found) == 2 and callable(found[0]):  # pyright: ignore[reportUnknownArgumentType]
+    if is_pair(found):
         return cast("Any", found)
     error = ValueError if isinstance(optimizer, str) else TypeError
     raise error(
