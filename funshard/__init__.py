@@ -85,8 +85,7 @@ if _typing.TYPE_CHECKING:
     from . import averaging, checkpoint, codecs, compress, curvature, data, loss_scale, optim, testing
     from ._compiled.step import compile
     from ._init.init import init, init_buffers
-    from ._plan.costs import Hardware
-    from ._plan.plan import plan
+    from ._plan.plan import Hardware, plan
     from ._slices.random_slices import random_like
     from ._steps.in_backward import update_in_backward
     from ._steps.scan import scan
@@ -106,7 +105,7 @@ __all__ = [
 
 
 _LAZY = {
-    "Hardware": "_plan.costs", "chunked": "_transforms.sliced", "compile": "_compiled.step", "hvp": "_transforms.products",
+    "Hardware": "_plan.plan", "chunked": "_transforms.sliced", "compile": "_compiled.step", "hvp": "_transforms.products",
     "init": "_init.init", "init_buffers": "_init.init", "per_sample_grads": "_transforms.per_sample", "plan": "_plan.plan",
     "random_like": "_slices.random_slices", "scan": "_steps.scan", "transforms_attention": "_transforms.sliced",
     "update_in_backward": "_steps.in_backward",

@@ -1,48 +1,100 @@
-"""plan: what a training step holds, sends and takes, before it runs, as a table, a picture and a command."""
+"""plan: what a training step holds, sends and takes on some hardware, as a table and a picture."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import importlib
 import itertools
 import math
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import policies
-from .._call.call import functional_call
 from .._core.checks import bind_spec, check_spec
 from .._core.spec import PartitionSpec
 from .._core.unit import P
+from .._sharding.full import parse_bytes
 from .._spec.table import format_rows
-from .._transforms.products import grad_and_value
-from .costs import (
+from .record import (
     CATEGORIES,
     Category,
     Event,
-    Hardware,
     Held,
     Phase,
     Traffic,
     UnitBytes,
-    format_bytes,
-    format_seconds,
     map_p,
+    record_schedule,
+    record_step,
     resolve_optimizer,
     unit_bytes,
 )
-from .record import record_schedule, record_step
+
+# --- Hardware: the rates that turn bytes and FLOPs into seconds ---
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The rates of one device and of its links, from which a plan computes times.
+
+    The defaults are round figures for an H100 of 80 GB and a network of 400 Gbit/s for each device. Give measured ones for
+    times to trust: the FLOP rate that a large matrix product reaches, and the bandwidth of a large all-gather on each axis.
+
+    Args:
+        memory: Bytes of device memory, such as ``"80GB"``.
+        flops: Floating point operations per second.
+        bandwidth: Bytes per second that a rank sends over each mesh axis, or one number for all axes.
+        latency: Seconds that a collective takes beside its bytes.
+        memory_bandwidth: Bytes per second of device memory, for the update.
+        host_bandwidth: Bytes per second between host and device, for ``P(offload=...)``.
+
+    Raises:
+        ValueError: For a rate that is not positive.
+
+    Example:
+        >>> import funshard as fs
+        >>> fs.Hardware(memory="24GB", bandwidth={"replicate": 12e9, "shard": 150e9}).memory
+        24000000000
+    """
+
+    memory: int | str = "80GB"
+    flops: float = 400e12
+    bandwidth: float | Mapping[str, float] = field(default=50e9, hash=False)
+    latency: float = 20e-6
+    memory_bandwidth: float = 2e12
+    host_bandwidth: float = 25e9
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", parse_bytes(self.memory))
+        by_axis = self.bandwidth if isinstance(self.bandwidth, Mapping) else {"all": self.bandwidth}
+        rates = {f"bandwidth of axis '{axis}'": rate for axis, rate in by_axis.items()}
+        rates |= {name: getattr(self, name) for name in ("memory", "flops", "memory_bandwidth", "host_bandwidth")}
+        for name, rate in rates.items():
+            if not rate > 0:
+                raise ValueError(f"Hardware: {name}: expected a positive number, got {rate!r}")
+        if not self.latency >= 0:
+            raise ValueError(f"Hardware: latency: expected at least 0 seconds, got {self.latency!r}")
+
+    def seconds(self, event: Event) -> float:
+        """Return the time that an event takes by itself; ValueError where the axis of its collective has no bandwidth.
+
+        Args:
+            event: One of ``Plan.events``.
+        """
+        if sent := event.collective:
+            rate = self.bandwidth.get(sent.axis) if isinstance(self.bandwidth, Mapping) else self.bandwidth
+            if rate is None:
+                raise ValueError(f"Hardware: no bandwidth for axis '{sent.axis}': expected one of {dict(self.bandwidth)}")  # pyright: ignore
+            return self.latency + sent.sent_bytes / rate
+        rate = self.host_bandwidth if event.kind == "copy" else self.memory_bandwidth
+        return event.flops / self.flops + event.moved_bytes / rate
+
+
+# --- A plan: the fold of a step's events, what it prints, and other choices beside it ---
 
 
 def replace_p(spec: PartitionSpec, p: P) -> PartitionSpec:
@@ -259,6 +311,29 @@ def plan(
     return Plan(spec, hardware or Hardware(), events, units, size, batch=batch, step=step, optimizer=optimizer)
 
 
+# --- Bytes and times as a plan writes them ---
+
+
+def format_bytes(size: float, *, digits: int | None = None) -> str:
+    """Format a number of bytes with a decimal unit, and two digits after the point or so many in all: "1.23 GB"."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while abs(size) >= 1000 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.0f} B" if units[0] == "B" else f"{_round(size, digits)} {units[0]}"
+
+
+def format_seconds(seconds: float, *, digits: int | None = None) -> str:
+    """Format a time as `format_bytes`: "12.3 ms"."""
+    is_short = digits is not None and 0 < seconds < 1e-3
+    unit, size = ("µs", 1e-6) if is_short else ("s", 1.0) if seconds >= 1 or (digits and not seconds) else ("ms", 1e-3)
+    return f"{_round(seconds / size, digits)} {unit}"
+
+
+def _round(number: float, digits: int | None) -> str:
+    return f"{number:.2f}" if digits is None else f"{float(f'{number:.{digits}g}'):g}"
+
+
 # --- The picture of a plan as an SVG file: memory, units and streams over time ---
 
 LEFT, WIDTH, RIGHT, EDGE = 92, 730, 178, 24
@@ -460,66 +535,3 @@ def _draw_streams(panel: _Panel, plan: Plan) -> Iterable[str]:
         x = panel.x(i * tick)
         yield _line(x, panel.bottom, x, panel.bottom + 4)
         yield _text(x, panel.bottom + 17, format_seconds(i * tick, digits=3), ink="muted", anchor="middle")
-
-
-# --- `python -m funshard plan`: a plan of a model from the command line ---
-
-_BATCH = "a rank's tokens; or a shape, as 8x1024 or 8x1024:float32, to run the model, with a cross entropy of its first result"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command with these arguments, or those of the process."""
-    parser = argparse.ArgumentParser("python -m funshard", description="Plan a training step before it runs.")
-    command = parser.add_subparsers(required=True).add_parser("plan", description="Plan a training step, with AdamW.")
-    command.add_argument("model", metavar="MODULE:CALLABLE", help="what returns the model; called on the meta device")
-    command.add_argument("--policy", default="whole", help="whole, or by_type:NAME[,NAME] (whole)")
-    command.add_argument("--mesh", type=axes_and_sizes, default="shard=8", help="such as replicate=2,shard=8 (shard=8)")
-    command.add_argument("--batch", type=shape_or_tokens, help=_BATCH)
-    command.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan into a file")
-    args = parser.parse_args(argv)
-    try:
-        sys.path.insert(0, os.getcwd())
-        module, _, name = args.model.partition(":")
-        with torch.device("meta"):
-            model: nn.Module = getattr(importlib.import_module(module), name or "MODULE:CALLABLE")()
-        types, names = {type(x).__name__: type(x) for x in model.modules()}, args.policy.removeprefix("by_type:").split(",")
-        if args.policy != "whole" and (not args.policy.startswith("by_type:") or not types.keys() >= {*names}):
-            raise ValueError(f"--policy: expected whole, or by_type:NAME with some of {sorted(types)}, got {args.policy!r}")
-        policy = policies.whole() if args.policy == "whole" else policies.by_type(*(types[name] for name in names))
-        step = _make_step(model) if isinstance(args.batch, Tensor) else None
-        found = plan(policy(model).on(args.mesh), batch=args.batch, step=step)
-    except (ValueError, TypeError, ImportError, AttributeError) as error:
-        command.error(str(error))
-    if args.svg:
-        args.svg.write_text(found.to_svg())
-    print(found)
-
-
-def axes_and_sizes(text: str) -> dict[str, int]:
-    """Return the sizes of a mesh by axis."""
-    return {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
-
-
-def shape_or_tokens(text: str) -> Tensor | int:
-    """Return a number, or an empty tensor of a shape such as ``8x1024:float32``."""
-    shape, _, dtype = text.partition(":")
-    sizes = [int(size) for size in shape.split("x")]
-    return sizes[0] if text.isdecimal() else torch.empty(sizes, dtype=getattr(torch, dtype or "int64"), device="meta")
-
-
-def _make_step(model: nn.Module) -> Callable[..., Any]:
-    """Return a training step of a model: the cross entropy of its first result, and AdamW in place."""
-    _, update = resolve_optimizer("adamw")
-
-    def step(params: Any, state: Any, batch: Tensor, *, spec: PartitionSpec) -> Any:
-        buffers = {name: torch.empty_like(x, device=batch.device) for name, x in model.named_buffers()}
-
-        def loss(params: Any) -> Tensor:
-            out = functional_call(model, params, (batch,), spec=spec, buffers=buffers)
-            first = next(x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point())
-            rows = first.flatten(0, -2) if first.dim() > 1 else first[None]
-            return F.cross_entropy(rows.float(), torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
-
-        return update(grad_and_value(loss)(params)[0], state, params)
-
-    return step

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,126 @@ from .._call.call import functional_call
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.spec import PartitionSpec
 from .._core.tree import is_within
-from .._core.unit import Unit
-from .._wire.host import HOST
-from .costs import Category, Event, EventKind, Init, Phase, Traffic, UnitBytes, is_on_host, make_shard, map_p
+from .._core.unit import P, Unit
+from .._wire.host import HOST, is_host_resident
+from ..optim import from_torch
+from ..optim._checks import is_pair
+
+# --- The events of a step: what each one holds, sends and computes ---
+
+Category = Literal["parameters", "optimizer", "gathered", "gradients", "activations"]
+Phase = Literal["forward", "backward", "update"]
+EventKind = Literal["gather", "compute", "reduce", "exchange", "copy", "wait", "memory", "update"]
+"""The action of an event. An exchange is a collective of the model's own; "memory" only allocates or frees."""
+
+CATEGORIES: tuple[Category, ...] = ("parameters", "optimizer", "gathered", "gradients", "activations")
+Held = dict[Category, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What a rank sends along one mesh axis by collectives of one kind: by that of an event, or by all of a step."""
+
+    axis: str
+    op: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"
+    count: int
+    input_bytes: int
+    output_bytes: int
+    sent_bytes: int  # by this rank over the axis, by a ring, which receives as many
+    seconds: float = 0.0  # of the step's, hidden behind computation or not
+
+    def __add__(self, other: Traffic) -> Traffic:
+        sums: Any = (a + b for a, b in zip(dataclasses.astuple(self)[2:], dataclasses.astuple(other)[2:], strict=True))
+        return Traffic(self.axis, self.op, *sums)
+
+
+class Event(NamedTuple):
+    """One event of a step, in the order in which the program starts them."""
+
+    kind: EventKind
+    phase: Phase
+    unit: str
+    memory: Mapping[Category, int]  # the bytes that it allocates, or frees where negative
+    collective: Traffic | None = None
+    flops: int = 0
+    moved_bytes: int = 0  # that it reads and writes: in device memory for an update, between host and device for a copy
+    after: tuple[int, ...] = ()  # the indices of the collectives and copies that must end before it starts
+
+    @property
+    def stream(self) -> str:
+        """The stream that it runs on."""
+        return "network" if self.collective else "host" if self.kind == "copy" else "compute"
+
+
+# --- What a rank holds between steps ---
+
+Init = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
+"""The function of an optimizer that returns its state before the first step."""
+
+
+class UnitBytes(NamedTuple):
+    """One unit at rest on one rank."""
+
+    numel: int  # of its parameters, on all ranks together
+    padding: int  # elements of its buffer that are no parameter's
+    parameters: int  # bytes of this rank's slice as it is stored
+    optimizer: int  # bytes of its optimizer state
+    on_host: bool
+
+
+def is_on_host(unit: Unit, spec: PartitionSpec) -> bool:
+    """Return whether a unit lives in host memory and is used elsewhere: on any mesh but one of the CPU."""
+    return is_host_resident(unit) and spec.bound_mesh.device_type != "cpu"
+
+
+def resolve_optimizer(optimizer: object) -> tuple[Init | None, Any]:
+    """Return ``(init, update)`` of an optimizer that is given by name, by class, or as that pair; Nones for None."""
+    classes = {key.lower(): cls for key, cls in vars(torch.optim).items() if inspect.isclass(cls)}
+    found = classes.get(optimizer.lower()) if isinstance(optimizer, str) else optimizer
+    if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
+        return cast("Any", from_torch(found, donate=True))
+    if optimizer is None:
+        return None, None
+    if is_pair(found):
+        return cast("Any", found)
+    error = ValueError if isinstance(optimizer, str) else TypeError
+    raise error(
+        "optimizer: expected a name such as 'adamw', the name of a class of torch.optim, such a class, (init, update) as "
+        f"fs.optim makes them, or None, got {optimizer!r}"
+    )
+
+
+def map_p(spec: PartitionSpec, change: Callable[[P], P]) -> PartitionSpec:
+    """Return a spec with another `P` for each of its units."""
+    units = tuple(dataclasses.replace(unit, p=change(unit.p)) for unit in spec.units)
+    selected = tuple((path, change(p)) for path, p in spec.selected)
+    return dataclasses.replace(spec, selected=selected, root=change(spec.root), units=units)
+
+
+def make_shard(spec: PartitionSpec, unit: Unit, device: torch.device | None = None) -> Tensor:
+    """Return an empty shard of a unit."""
+    length, dtype = spec.stored(unit)
+    return torch.empty(length, dtype=dtype, device=device)
+
+
+def unit_bytes(spec: PartitionSpec, init: Init | None) -> dict[str, UnitBytes]:
+    """Return what one rank holds of each unit between steps, from shapes alone: ``init`` runs on fake tensors."""
+    with _torch.fake_mode():
+        shards = {unit.key: make_shard(spec, unit) for unit in spec if not unit.at_rest}
+        shards = {key: shard.requires_grad_(spec.by_key[key].requires_grad) for key, shard in shards.items()}
+        states = init(shards) if init else {}
+    optimizer = dict.fromkeys(spec.by_key, 0)
+    for path, x in pytree.tree_flatten_with_path(states)[0]:
+        key = next((part.key for part in path if isinstance(part, pytree.MappingKey) and part.key in optimizer), None)
+        if key is not None and isinstance(x, Tensor) and x.dim() and spec.by_key[key].requires_grad:
+            optimizer[key] += x.nbytes
+    found: dict[str, UnitBytes] = {}
+    for unit in spec:
+        length, dtype = spec.stored(unit)
+        sizes = unit.numel, spec.padded_numel(unit) - unit.numel, length * dtype.itemsize, optimizer[unit.key]
+        found[unit.key] = UnitBytes(*sizes, is_on_host(unit, spec))
+    return found
+
 
 # --- Values for indices that a model computes from its data, such as each token's experts, where tensors have shapes alone ---
 

@@ -28,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import funshard as fs
-from funshard._plan.plan import CATEGORY_COLORS, main
+from funshard.__main__ import main
+from funshard._plan.plan import CATEGORY_COLORS
 
 P = fs.P
 EXAMPLES = Path(__file__).parents[2] / "examples"
