@@ -244,8 +244,6 @@ def _slice(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
 
 @dataclass(frozen=True)
 class _Op:
-    """A collective on a process group and on stacked ranks, with the name of its transpose."""
-
     group: Callable[[Tensor, OpContext, Tensor | None], PendingResult]
     stack: Callable[[Tensor, int], Tensor]
     transpose: str

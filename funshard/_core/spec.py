@@ -279,7 +279,7 @@ def _restrict_to_units(spec: PartitionSpec, path: str, keys: frozenset[str]) -> 
     return dataclasses.replace(
         spec,
         selected=tuple((inner, p) for inner, p in spec.selected if inner != path and is_within(inner, path)),
-        root=dataclasses.replace(spec.root, remat=False, compile=False),
+        root=spec.root._without_wrappers(),
         units=tuple(unit for unit in spec.units if unit.key in keys),
         ignored=tuple(name for name in spec.ignored if is_within(name, path)),
         run_order=None if spec.run_order is None else tuple(key for key in spec.run_order if key in keys),

@@ -163,6 +163,9 @@ class P:
         """The parts of the unit that live in host memory, as a tuple."""
         return () if self.offload is None else (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
 
+    def _without_wrappers(self) -> P:
+        return dataclasses.replace(self, remat=False, compile=False)
+
     @property
     def axes(self) -> tuple[str, ...]:
         """The axis names as a tuple, outermost first."""

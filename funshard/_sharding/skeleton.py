@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
+from .._core.checks import check_param_classes
 from .._core.tree import join_path, module_tree
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,16 +52,13 @@ def skeleton(model: M) -> M:
         True
     """
     tree = module_tree(model)
-    memo: dict[int, Any] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(f"skeleton: module '{path}' is a ScriptModule, which cannot be copied without its parameters")
-        for name, param in module._parameters.items():
-            if param is not None and id(param) not in memo:
-                memo[id(param)] = _make_meta_parameter(param, join_path(path, name))
+    check_param_classes(dict(model.named_parameters()))
+    memo: dict[int, Any] = {id(param): _make_meta_parameter(param) for param in model.parameters()}
     storages = {_torch.storage_id(p): name for name, p in model.named_parameters()}
     inside = {id(x) for x in (*model.modules(), *model.parameters())}
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"skeleton: module '{path}' is a ScriptModule, which cannot be copied without its parameters")
         for name, tensor in (*module._buffers.items(), *vars(module).items()):
             if not isinstance(tensor, Tensor) or id(tensor) in memo:
                 continue
@@ -113,10 +111,8 @@ def is_skeleton(model: object) -> bool:
     return isinstance(model, nn.Module) and model in _SKELETONS
 
 
-def _make_meta_parameter(param: Tensor, name: str) -> nn.Parameter:
-    """Return a meta parameter with the strides and attributes of a dense one; raise TypeError, with the name, for others."""
-    if type(param) is not nn.Parameter or param.layout is not torch.strided:
-        raise TypeError(f"skeleton: parameter '{name}': expected a dense nn.Parameter, got {type(param).__name__}")
+def _make_meta_parameter(param: Tensor) -> nn.Parameter:
+    """Return a meta parameter with the strides and attributes of another one."""
     empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     bare = nn.Parameter(empty, requires_grad=param.requires_grad)
     vars(bare).update(vars(param))

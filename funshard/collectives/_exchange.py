@@ -85,7 +85,8 @@ def permute(x: Tensor, axis: Axis, shift: int | None = None, *, perm: Sequence[t
     here = axis.rank or 0
     send = tuple(int(source == here) for source in sources)
     receive = tuple(int(sender == sources[here]) for sender in range(axis.size))
-    return _exchange_rows("permute", x.unsqueeze(0), send, receive, 1, axis.name).squeeze(0)
+    name = axis.name if max(sources) >= 0 else ""
+    return _exchange_rows("permute", x.unsqueeze(0), send, receive, 1, name).squeeze(0)
 
 
 def _find_sources(size: int, shift: int | None, perm: Sequence[tuple[int, int]] | None) -> tuple[int, ...]:
