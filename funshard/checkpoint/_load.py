@@ -21,7 +21,7 @@ from .._torch.tracing import LOGGER, phase
 from . import _directory
 from ._directory import MANIFEST, AnyPath, CheckpointError, DamagedError, Manifest, checksum, open_path
 from ._leaves import MAX_DIMS, PER_RANK, Box, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
-from ._ranks import TIMEOUT, Ranks, connect_ranks
+from ._ranks import TIMEOUT, Ranks
 from ._tree import Description, Template, check_rank_count, find_value, iter_plain_values, rebuild, select_part, without_memory
 
 
@@ -70,7 +70,7 @@ def load(
     if only is not None and not isinstance(only, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint.load: only: expected the path of a part of the state, as 'params', got {only!r}")
     path = os.fsdecode(path)
-    ranks = connect_ranks(spec, "checkpoint.load", timeout, only=only)
+    ranks = Ranks(spec, "checkpoint.load", timeout, only=only)
 
     def open_checkpoint() -> tuple[_Loader, tuple[Any, str]]:
         loader = _Loader(open_path(path), spec, ranks, only, like, check)
@@ -105,7 +105,7 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
         step2
     """
     if spec is not None:
-        ranks = connect_ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT)
+        ranks = Ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT)
         return ranks.run_on_first(lambda: latest(directory), "checkpoint.latest")
     for found in reversed(_directory.list_committed(open_path(os.fsdecode(directory)))):
         if not (damage := found.find_damage()):

@@ -14,7 +14,8 @@ from .._sharding.full import gather_stored
 from .._spec.local import describe_pieces
 from ..optim._checks import ParamOptions, State, copy_like, group_by_options, refuse_encoded
 from ._leaves import clean_name
-from ._ranks import TIMEOUT, connect_ranks
+from ._ranks import TIMEOUT, Ranks
+from ._save import Part, compare_texts, summarize
 from ._tree import Description, rebuild
 
 StateDict: TypeAlias = dict[str, Any]
@@ -61,21 +62,15 @@ def optimizer_state_dict(
         {'weight': {'momentum_buffer': tensor([[1., 1., 1., 1., 1., 1., 1., 1.]])}}
     """
     spec = bind_spec(spec)
-    ranks = connect_ranks(spec, "checkpoint.optimizer_state_dict", timeout, rank0_only=bool(rank0_only))
+    ranks = Ranks(spec, "checkpoint.optimizer_state_dict", timeout, rank0_only=bool(rank0_only))
     groups, group_of_param = group_by_options(spec, options)
 
-    def describe() -> tuple[list[StateDict], list[str]]:
-        _describe(state, spec)
+    def describe() -> tuple[list[StateDict], dict[Part, str]]:
+        _, texts = summarize(_describe(state, spec), spec, ranks.size)
         given = [{"params": [torch.empty(0)], **group} for group in groups]
-        slots = [(key, slot, x) for key, values in state.items() for slot, x in values.items()]
-        summary = [f"{key} {slot}: {x.dtype} {list(x.shape) if x.dim() else x.tolist()}" for key, slot, x in slots]
-        return optimizer_class(given, **defaults).state_dict()["param_groups"], summary
+        return optimizer_class(given, **defaults).state_dict()["param_groups"], texts
 
-    def compare(summaries: list[list[str]]) -> None:
-        if any(summary != summaries[0] for summary in summaries):
-            raise ValueError("expected the same units, state and counts on all ranks, got others")
-
-    param_groups, _ = ranks.decide(describe, compare, "checkpoint.optimizer_state_dict")
+    param_groups, _ = ranks.decide(describe, compare_texts, "checkpoint.optimizer_state_dict")
     units = [unit for unit in spec if unit.key in state]
     out: dict[str, dict[str, Tensor]] = {}
     with torch.no_grad():
@@ -123,7 +118,7 @@ def from_optimizer_state_dict(
         {'': {'momentum_buffer': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}}
     """
     spec = bind_spec(spec)
-    ranks = connect_ranks(spec, "checkpoint.from_optimizer_state_dict", timeout)
+    ranks = Ranks(spec, "checkpoint.from_optimizer_state_dict", timeout)
 
     def read() -> State:
         tree = _describe(init_state, spec)

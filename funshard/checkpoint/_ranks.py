@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any, NoReturn, TypeVar
 
@@ -44,25 +44,25 @@ def exchange(prefix: str, rank: int, size: int, value: Any, decide: Callable[[li
     A rank sends its value under a name that it has just drawn, and is answered under it: what a failed call leaves in the store
     is no answer to the next one.
     """
-    store, name = _torch.default_store(), uuid.uuid4().hex
-    keys = [f"{prefix}/{i}" for i in range(size)]
+    store, name, key = _torch.default_store(), uuid.uuid4().hex, f"{prefix}/{rank}"
+    others = [f"{prefix}/{i}" for i in range(1, size)]
 
-    def is_sent() -> bool:
-        return not store.check([name]) if rank else store.check(keys) and all(store.multi_get(keys))
-
-    def send() -> dict[str, Any]:
+    def ask() -> A:
         _put(store, name, value)
-        store.set(keys[rank], name)
+        store.set(key, name)
         try:
-            _poll(is_sent, timeout)
+            _poll(lambda: not store.check([name]), timeout)  # the first rank has taken it
         except RuntimeError:
-            store.compare_set(keys[rank], name, "")  # a late rank then waits for this rank's next call
+            store.compare_set(key, name, "")  # the first rank, if late, then waits for this rank's next call
             raise
-        if rank:
-            return {}
-        names = [sender.decode() for sender in store.multi_get(keys)]
-        for key in keys:
-            store.delete_key(key)
+        _poll(lambda: store.check([f"{name}/answer"]), timeout)
+        return _take(store, f"{name}/answer")
+
+    def collect() -> dict[str, Any]:
+        _poll(lambda: store.check(others) and all(store.multi_get(others)), timeout)
+        names = [sender.decode() for sender in store.multi_get(others)]
+        for sender in others:
+            store.delete_key(sender)
         return {f"{sender}/answer": _take(store, sender) for sender in names}
 
     def answer(keys: list[str], decided: A) -> None:
@@ -71,16 +71,12 @@ def exchange(prefix: str, rank: int, size: int, value: Any, decide: Callable[[li
         with contextlib.suppress(RuntimeError):
             _poll(lambda: not any(store.check([key]) for key in keys), FAREWELL)
 
-    def receive() -> A:
-        _poll(lambda: store.check([f"{name}/answer"]), timeout)
-        return _take(store, f"{name}/answer")
-
     try:
-        values = _call_within(timeout, send)
         if rank:
-            return _call_within(timeout, receive)
-        decided = decide([*values.values()])
-        _call_within(FAREWELL, lambda: answer([*values][1:], decided))
+            return _call_within(2 * timeout, ask)
+        values = _call_within(timeout, collect) if others else {}
+        decided = decide([value, *values.values()])
+        _call_within(FAREWELL, lambda: answer([*values], decided))
         return decided
     except RuntimeError as error:
         raise CheckpointError(
@@ -145,16 +141,26 @@ DECISION = -1
 
 
 class Ranks:
-    """The ranks of a mesh in its row-major order, for one call of a function: its keys in the store have a name of their own.
+    """The ranks of a bound spec's mesh in row-major order, for one call of a function, whose name and options all have alike.
 
-    A lost rank is an error on the others after ``timeout``, and one that never calls after twice that time.
+    Its keys in the store have a name of their own. A lost rank is an error on the others after ``timeout``, and one that never
+    calls after twice that time. Raises ValueError on simulated ranks, on sizes without groups, within a transform, if specs,
+    functions or options of ranks differ, and for a mesh of only some ranks of the process group that does not say so.
     """
 
-    def __init__(self, spec: PartitionSpec, timeout: float, call: Mapping[str, Any]) -> None:
+    def __init__(self, spec: PartitionSpec, where: str, timeout: float, **options: object) -> None:
+        if not 0 < timeout <= MAX_TIMEOUT:
+            raise ValueError(
+                f"{where}: timeout: expected a positive number of seconds, at most {MAX_TIMEOUT:g}, got {timeout!r}"
+            )
         mesh = spec.bound_mesh
+        is_connected = all(isinstance(axis, ProcessAxis) and axis.rank is not None for _, axis in mesh.axes)
+        if not is_connected or not _torch.is_eager():
+            raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
+        check_spans_world(mesh, where)
         self.rank, self.size = rank_along(mesh.names, mesh, rank_coords(mesh, None))
         self._timeout, self._world = timeout, weakref.ref(dist.group.WORLD) if self.size > 1 else None
-        rows = [(call, hash_spec(spec), uuid.uuid4().hex)]
+        rows = [({"function": where, **options}, hash_spec(spec), uuid.uuid4().hex)]
         for axis in reversed(process_axes(mesh).values()):
             announce("exchange through the store", axis.name, "for a checkpoint")
             # twice the time: a rank may be one timeout late that an earlier failure kept waiting
@@ -224,21 +230,6 @@ class Ranks:
         more = f" (and {len(errors) - MAX_SHOWN} more ranks)" if len(errors) > MAX_SHOWN else ""
         where = where.partition(":")[0] if kind == SavedError.__name__ else where
         raise SHARED_ERRORS.get(kind, CheckpointError)(f"{where}: {'; '.join(ranks[:MAX_SHOWN])}{more}") from own
-
-
-def connect_ranks(spec: PartitionSpec, where: str, timeout: float, **options: object) -> Ranks:
-    """Return the ranks of a bound spec's mesh, all of which call this with the same ``where`` and options.
-
-    Raises ValueError on simulated ranks, on sizes without groups, within a transform, if the ranks' specs, functions or options
-    differ, and for a mesh of only some ranks of the process group that does not say so.
-    """
-    if not 0 < timeout <= MAX_TIMEOUT:
-        raise ValueError(f"{where}: timeout: expected a positive number of seconds, at most {MAX_TIMEOUT:g}, got {timeout!r}")
-    is_connected = all(isinstance(axis, ProcessAxis) and axis.rank is not None for _, axis in spec.bound_mesh.axes)
-    if not is_connected or not _torch.is_eager():
-        raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
-    check_spans_world(spec.bound_mesh, where)
-    return Ranks(spec, timeout, {"function": where, **options})
 
 
 def _error_text(error: Exception) -> tuple[str, str]:

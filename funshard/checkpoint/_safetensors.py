@@ -27,7 +27,7 @@ from ..collectives._agree import check_ranks_agree
 from . import _directory
 from ._directory import CheckpointError, DamagedError, flush, is_directory, is_plain_name, open_regular, read_regular
 from ._leaves import Box, check_storable, clean_name, slice_leaf
-from ._ranks import TIMEOUT, connect_ranks
+from ._ranks import TIMEOUT, Ranks
 
 SINGLE = "model.safetensors"
 """The name of the file if there is one."""
@@ -101,7 +101,7 @@ def export(
     """
     spec = bind_spec(spec)
     path = os.fsdecode(directory)
-    ranks = connect_ranks(spec, "checkpoint.export", timeout, directory=path, dtype=str(dtype), dry_run=bool(dry_run))
+    ranks = Ranks(spec, "checkpoint.export", timeout, directory=path, dtype=str(dtype), dry_run=bool(dry_run))
     target = Path(path).absolute()
     header = {"format": "pt", **(metadata or {})}
 
@@ -309,7 +309,7 @@ def read_safetensors(
     """
     spec = bind_spec(spec)
     path = os.fsdecode(path)
-    ranks = connect_ranks(spec, "checkpoint.read_safetensors", timeout, path=path)
+    ranks = Ranks(spec, "checkpoint.read_safetensors", timeout, path=path)
 
     def read() -> Params:
         with torch.no_grad():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import pickle
@@ -37,7 +36,7 @@ from .._torch.tracing import LOGGER, phase
 from . import _directory
 from ._directory import AnyPath, CheckpointError, Target, open_path
 from ._leaves import COMMON, NUMBER, SLICE, Box, TensorRange, ValueLeaf, check_storable, check_tiles
-from ._ranks import TIMEOUT, connect_ranks
+from ._ranks import TIMEOUT, Ranks
 from ._tree import Description
 
 
@@ -113,7 +112,7 @@ def save(
     spec = bind_spec(spec)
     path = os.fsdecode(path)
     target = open_path(path) if "://" in path else Path(path).absolute()
-    ranks = connect_ranks(spec, "checkpoint.save", timeout, path=path, asynchronous=bool(asynchronous))
+    ranks = Ranks(spec, "checkpoint.save", timeout, path=path, asynchronous=bool(asynchronous))
     saving = Saving(target)
     undo = contextlib.ExitStack()  # called if the save fails
 
@@ -122,7 +121,7 @@ def save(
             earlier.wait()
         with phase("checkpoint plan"), torch.no_grad():
             tree, place = Description(state, spec), None
-            ranges, texts = _summarize(tree, spec, ranks.size)
+            ranges, texts = summarize(tree, spec, ranks.size)
             writer = RangeWriter(ranges)
             undo.callback(writer.release)
             if ranks.rank == 0:
@@ -135,7 +134,11 @@ def save(
 
     def compare(found: list[Any]) -> list[Any]:
         every, per_rank = zip(*found, strict=True)
-        _compare_texts([*every])
+        hint = (
+            "; wrap what is each rank's own in checkpoint.per_rank, with one structure and shape on all or as a string "
+            "(json.dumps), and save what is sharded by another spec with that"
+        )
+        compare_texts([*every], hint)
         return [*zip(*per_rank, strict=True)]
 
     with undo:
@@ -170,7 +173,7 @@ Part = tuple[str, str]
 """The name of a part of the state, and "", or which slice it is of a unit's that several ranks may hold."""
 
 
-def _summarize(tree: Description, spec: PartitionSpec, ranks: int) -> tuple[list[tuple[TensorRange, Tensor]], dict[Part, str]]:
+def summarize(tree: Description, spec: PartitionSpec, ranks: int) -> tuple[list[tuple[TensorRange, Tensor]], dict[Part, str]]:
     """Return the ranges of stored tensors that this rank has, with their elements, and a text for each part to compare."""
     mesh, ranges = spec.bound_mesh, list[tuple[TensorRange, Tensor]]()
     texts = {(where, ""): text for where, text in tree.containers.items()}
@@ -198,19 +201,17 @@ def _summarize(tree: Description, spec: PartitionSpec, ranks: int) -> tuple[list
     return ranges, texts
 
 
-def _compare_texts(every: list[dict[Part, str]]) -> None:
+def compare_texts(every: list[dict[Part, str]], hint: str = "") -> None:
+    """Raise ValueError, naming the part, where the texts of ranks differ."""
     seen = {part: (0, text) for part, text in every[0].items()}
     for rank, texts in enumerate(every):
         absent = {part: "nothing" for part in every[0] if not part[1] and part not in texts}
         for (name, part), text in (texts | absent).items():
             other, expected = seen.setdefault((name, part), (rank, text) if part else (0, "nothing"))
             if text != expected:
-                raise ValueError(
-                    f"state '{name}'{part}: expected the same on all ranks, got on rank {other} {expected}, on "
-                    f"rank {rank} {text}; average replicas first, as by fs.averaging.average, wrap what is each rank's own in "
-                    "checkpoint.per_rank, with one structure and shape on all or as a string (json.dumps), and save what is "
-                    "sharded by another spec with that"
-                )
+                remedy = "; average replicas first, as by fs.averaging.average" if part else hint
+                got = f"got on rank {other} {expected}, on rank {rank} {text}"
+                raise ValueError(f"state '{name}'{part}: expected the same on all ranks, {got}{remedy}")
 
 
 # --- Write this rank's boxes ---
@@ -392,15 +393,16 @@ def from_dcp(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
         ...     print(fs.checkpoint.load(path, spec))
         {'step': tensor(3)}
     """
-    reader = _Reader(os.fspath(source))
+    reader = FileSystemReader(os.fspath(source))
     try:
-        found = reader.read_metadata().state_dict_metadata
+        metadata = reader.read_metadata()
     except ImportError as error:
         raise CheckpointError(f"{source}: expected the Python and torch that wrote it, got others: {error}") from error
+    reader.read_metadata = lambda *args, **kwargs: metadata  # else torch would read it again for each tensor
     manifest = _directory.read_manifest(open_path(os.fsdecode(source)))
     place = Target(open_path(os.fsdecode(target)))
     try:
-        written = write_boxes(place.path / f"__0_0{place.suffix}.distcp", _load_boxes(reader, found))
+        written = write_boxes(place.path / f"__0_0{place.suffix}.distcp", _load_boxes(reader, metadata.state_dict_metadata))
         place.commit(manifest.state if manifest else {}, *pack_index(written))
     except CheckpointException as error:  # no Exception
         raise CheckpointError(
@@ -409,10 +411,6 @@ def from_dcp(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     finally:
         place.abandon()
     return place.path
-
-
-class _Reader(FileSystemReader):
-    read_metadata = functools.cache(FileSystemReader.read_metadata)
 
 
 def _load_boxes(reader: FileSystemReader, found: Mapping[str, Any]) -> Iterator[tuple[TensorRange, Box, Tensor]]:
