@@ -23,11 +23,11 @@ from .._sharding.full import find_result_dtype, stream_full
 from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER
 from .._wire.host import check_host_resident
-from ..collectives._agree import check_ranks_agree
 from . import _directory
 from ._directory import CheckpointError, DamagedError, flush, is_directory, is_plain_name, open_regular, read_regular
 from ._leaves import Box, check_storable, clean_name, slice_leaf
 from ._ranks import TIMEOUT, Ranks
+from ._save import Part, compare_texts
 
 SINGLE = "model.safetensors"
 """The name of the file if there is one."""
@@ -105,7 +105,7 @@ def export(
     target = Path(path).absolute()
     header = {"format": "pt", **(metadata or {})}
 
-    def plan() -> tuple[list[dict[str, str]], int]:
+    def plan() -> tuple[tuple[list[dict[str, str]], int], dict[Part, str]]:
         _import_safetensors()
         if ranks.rank == 0:
             _check_target(target)
@@ -118,13 +118,10 @@ def export(
             raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
         if wrong := next((key for key, value in header.items() if not isinstance(value, str)), None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"metadata '{wrong}': expected a string, got {type(header[wrong]).__name__}")
-        return _plan_files(params, spec, dtype, dict(buffers or {}), rename or str, shard_bytes)
+        texts = {(key, ""): f"a slice, {params[key].dtype}" for key in spec.by_key if key in params}
+        return _plan_files(params, spec, dtype, dict(buffers or {}), rename or str, shard_bytes), texts
 
-    files, total_size = ranks.run(plan, "checkpoint.export")
-    if has_peers(spec.bound_mesh):
-        check_ranks_agree(
-            spec, asked=tuple(f"shard of unit '{key}' {params[key].dtype}" for key in spec.by_key if key in params)
-        )
+    (files, total_size), _ = ranks.decide(plan, compare_texts, "checkpoint.export")
     if dry_run:
         return target
     n, is_new, tensors = len(files), not target.exists(), dict[str, Tensor]()
