@@ -164,37 +164,23 @@ SPLIT = Case(HSDP, "replicate", (("bias", ("replicate", "shard"), 1), ("matrix",
 @example(case=SMALL)
 @example(case=SPLIT)
 @settings(max_examples=depth(4, 250))
-def test_a_lossless_one_is_the_mean_over_all_ranks(case: Case) -> None:
-    """Over the axes that are named and over the others."""
-    grads = case.gradients()
-    want = case.slices(case.mean(grads))
-    for name, make in LOSSLESS.items():
+def test_a_mean_over_all_ranks_or_some(case: Case) -> None:
+    """Of a lossless one over the axes that are named and over the others, of an exact one over its axes; all keep replicas
+    alike."""
+    grads, more = (case.gradients(seed) for seed in range(2))
+    over_all, over_some = (case.slices(case.mean(grads, axes)) for axes in (None, case.chosen))
+    wanted = [(name, make, over_all) for name, make in LOSSLESS.items()]
+    wanted += [("exact", exact, over_some), ("exact later", lambda axes: switch(0, exact(()), exact(axes)), over_some)]
+    for name, make, want in wanted:
         [shards] = simulated(case, make(case.axes), grads)
-        tolerance = 1e-5 if name == "each alone" else 1e-9
+        tolerance = {"each alone": 1e-5, "exact": 1e-6, "exact later": 1e-6}.get(name, 1e-9)
         assert_close(shards, want, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
-        check_replicas(case, shards)
-
-
-@given(case=cases())
-@settings(max_examples=depth(4, 250))
-def test_an_exact_one_is_the_mean_over_its_axes(case: Case) -> None:
-    grads = case.gradients()
-    want = case.slices(case.mean(grads, case.chosen))
-    for make in (exact, lambda axes: switch(0, exact(()), exact(axes))):
-        [shards] = simulated(case, make(case.axes), grads)
-        assert_close(shards, want, rtol=1e-6, atol=1e-6)
+        if name in LOSSLESS:
+            check_replicas(case, shards)
     [own] = simulated(case, exact(()), grads)
     assert_close(own, case.slices(grads), rtol=0, atol=0)
-
-
-@given(case=cases())
-@example(case=SMALL)
-@example(case=SPLIT)
-@settings(max_examples=depth(4, 250))
-def test_a_lossy_one_keeps_replicas_alike(case: Case) -> None:
-    grads = [case.gradients(seed) for seed in range(2)]
     for make in OVER_ALL.values():
-        for shards in simulated(case, make(case.axes), *grads):
+        for shards in simulated(case, make(case.axes), grads, more):
             check_replicas(case, shards)
 
 

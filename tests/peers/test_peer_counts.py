@@ -160,16 +160,6 @@ def test_train_mixed_requires_grad_per_group(reshard: bool, way: str) -> None:
             assert again == (weights if reshard else set())  # and no bias: nothing reads one in backward
 
 
-def test_forward_without_gradient_gathers_once() -> None:
-    """Evaluation: a gather for each unit and nothing else."""
-    with world(8):
-        model, spec = Net(), fs.by_type(MLP)(Net()).bound
-        params = fs.shard(model, spec)
-        with Collectives() as sent, torch.no_grad():
-            fs.functional_call(model, params, numbers(0, 0), spec=spec)
-        assert sent.all == gathers(spec, "", *BLOCKS)
-
-
 # --- traces ---
 class Failing(Net):
     fail = False

@@ -10,7 +10,7 @@ import pytest
 import torch
 from depth import at_most, depth, each
 from models import refused
-from parity import numbers, same, sharded_call, squared
+from parity import numbers, same, sharded_call, shards_of, squared
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -20,11 +20,22 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import loss_scale as ls
 
+MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
 OPTIONS = {"growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 3}
 BAD = [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1]
 """In which steps a gradient overflows."""
 MESHES = {"fsdp": (4,), "hsdp": (2, 2)}
 SPEC = fs.policies.whole()(nn.Linear(2, 1, bias=False))
+
+
+@pytest.mark.parametrize("bad", [-1, 0, 1])
+@real_ranks(2)
+def test_real_ranks_agree(rank: int, bad: int) -> None:
+    """On whether any gradient of any rank is not finite."""
+    spec, shards = shards_of(fs.by_path({"0": fs.P("shard"), "1": fs.P()}), MODEL)
+    init, update = ls.dynamic(spec, scale=4.0)
+    _, state = update({"0": shards["0"] * (math.nan if rank == bad else 1.0), "1": shards["1"]}, init())
+    assert bool(state.finite) == (bad < 0)
 
 
 @at_most(1)
