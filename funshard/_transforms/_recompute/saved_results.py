@@ -74,36 +74,31 @@ _FIRST = object()
 """Stands for the first result where it is not held."""
 
 
-class SavedResults:
-    """The results that the first run of a function has saved for the last one."""
+class SavedResults(_torch.DispatchMode):
+    """A mode around the first run of a function, which saves results, and around its last one, which reuses them."""
 
     def __init__(self, remat: Remat, name: str) -> None:
-        self.name, self.remat = name, remat
-        self.by_call: dict[Call, _SavedResult] = {}
+        super().__init__()
+        self._name, self._remat, self._names, self._seen_names = name, remat, remat.names, set[str]()
+        self._by_call: dict[Call, _SavedResult] = {}
+        # by storage, in the first run: what made it, and is saved, or will be if it gets a name
+        self._makers: weakref.WeakKeyDictionary[Any, _SavedResult] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def run(self, ambient: AmbientState, *, is_first: bool) -> Generator[None]:
         """Save results within this context in the first run, reuse them in the last one; another one has none left."""
-        before, run = RUNNING.first_runs, (_SavingRun if is_first else _ReusingRun)(self, ambient)
-        if isinstance(run, _SavingRun):
-            RUNNING.first_runs = (*before, run)
+        self._ambient, self._is_first, self._counts = ambient, is_first, dict[_torch.OpTraits, int]()
+        chooses = is_first and self._remat.save != self._names
+        self._is_chosen = self._remat._choose_operators() if chooses else None
+        first_runs = (*RUNNING.first_runs, self) if is_first else RUNNING.first_runs
         try:
-            with run if is_first or self.by_call else contextlib.nullcontext():
+            with RUNNING.set(first_runs=first_runs), self if is_first or self._by_call else contextlib.nullcontext():
                 yield
-            run.finish()
+            self._check_names() if is_first else self._check_calls()
         finally:
-            RUNNING.first_runs = before
+            self._makers.clear()
             if not is_first:
-                self.by_call.clear()
-
-
-class _Run(_torch.DispatchMode):
-    """A mode around one run that counts the calls of each operator."""
-
-    def __init__(self, saved: SavedResults, ambient: AmbientState) -> None:
-        super().__init__()
-        self.counts: dict[_torch.OpTraits, int] = {}
-        self._saved, self._ambient = saved, ambient
+                self._by_call.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -111,29 +106,18 @@ class _Run(_torch.DispatchMode):
             return func(*args, **kwargs)
         traits = _torch.op_traits(func)
         if traits.is_pure and kwargs.get("generator") is None:
-            self.counts[traits] = count = self.counts.get(traits, 0) + 1
-            return self.run_op((traits, count), args, kwargs)
+            self._counts[traits] = count = self._counts.get(traits, 0) + 1
+            return (self._run_op if self._is_first else self._reuse)((traits, count), args, kwargs)
         out = func(*args, **kwargs)
-        if traits.is_mutation:
-            for x in filter(_torch.is_plain, _torch.mutated_args(func, args, kwargs)):
-                self.forget(x)
+        if self._is_first and traits.is_mutation:
+            for x in filter(_torch.is_plain, _torch.mutated_args(func, args, kwargs)):  # or it would be reused as it is now
+                if (result := self._makers.pop(x.untyped_storage(), None)) is not None:
+                    self._by_call.pop(result.call, None)
         return out
 
-    def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def forget(self, x: Tensor) -> None: ...
+    # --- the first run ---
 
-
-class _SavingRun(_Run):
-    """The first run. It saves the results of the chosen operators, and those that are named."""
-
-    def __init__(self, saved: SavedResults, ambient: AmbientState) -> None:
-        super().__init__(saved, ambient)
-        self._names, self._seen_names, remat = saved.remat.names, set[str](), saved.remat
-        self._is_chosen = None if remat.save == remat.names else remat._choose_operators()
-        # by storage: what made it, and is saved, or will be if it gets a name
-        self._makers: weakref.WeakKeyDictionary[Any, _SavedResult] = weakref.WeakKeyDictionary()
-
-    def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator. Save its results if they are chosen, or as soon as the first of them gets a name."""
         op = call[0].op
         out = op(*args, **kwargs)
@@ -154,44 +138,37 @@ class _SavingRun(_Run):
         return out
 
     def _save(self, result: _SavedResult) -> None:
-        self._saved.by_call[result.call] = result
+        self._by_call[result.call] = result
         for x in _tensors_of(result.value):
             self._makers[x.untyped_storage()] = result
-
-    def forget(self, x: Tensor) -> None:
-        """Let the last run compute a tensor that was written to, which would be reused as it is after the write."""
-        if (result := self._makers.pop(x.untyped_storage(), None)) is not None:
-            self._saved.by_call.pop(result.call, None)
 
     def add_name(self, x: Tensor, name: str) -> None:
         """Save what made a tensor of this name, if the name is to be saved and the tensor is unchanged."""
         self._seen_names.add(name)
         x = _torch.unwrap(x)
         result = self._makers.get(x.untyped_storage()) if name in self._names and _torch.is_plain(x) else None
-        if result is not None and result.call not in self._saved.by_call and result.view[0] == x.dtype:
+        if result is not None and result.call not in self._by_call and result.view[0] == x.dtype:
             with _torch.below_transforms():
                 first = x.detach().as_strided(*result.view[1:])
             result.value = tree_map(lambda item: first if item is _FIRST else item, result.value)
             self._save(result)
 
-    def finish(self) -> None:
+    def _check_names(self) -> None:
         """Note the versions of what is saved; ValueError if the function gave none of the names."""
-        for result in self._saved.by_call.values():
+        for result in self._by_call.values():
             result.versions = [*map(_torch.version, _tensors_of(result.value))]
         if self._names and not self._names & self._seen_names:
             wanted, given = (", ".join(sorted(map(repr, names))) for names in (self._names, self._seen_names))
             expected = f"some of {given}" if given else "funshard.checkpoint_name(x, name) in it"
             raise ValueError(
-                f"{self._saved.name} is to save {wanted}, and gave none of these names while it ran: expected {expected}"
+                f"{self._name} is to save {wanted}, and gave none of these names while it ran: expected {expected}"
             )
 
+    # --- the last run ---
 
-class _ReusingRun(_Run):
-    """The last run, which reuses what was saved."""
-
-    def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _reuse(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the saved results and set the random state as after the call; run the operator if there are none."""
-        result = self._saved.by_call.pop(call, None)
+        result = self._by_call.pop(call, None)
         if result is None or result.versions != [*map(_torch.version, _tensors_of(result.value))]:  # or changed since
             return call[0].op(*args, **kwargs)
         if result.layout != _layout_of(args):
@@ -200,15 +177,15 @@ class _ReusingRun(_Run):
             self._ambient.set_random_states(result.random_states)
         return tree_map_only(Tensor, Tensor.detach, result.value)
 
-    def finish(self) -> None:
+    def _check_calls(self) -> None:
         """Raise RuntimeError for a saved call that the run did not make."""
-        for traits, count in self._saved.by_call:
-            raise self._differs(traits.op, f"called {count} times, now {self.counts.get(traits, 0)}")
+        for traits, count in self._by_call:
+            raise self._differs(traits.op, f"called {count} times, now {self._counts.get(traits, 0)}")
 
     def _differs(self, op: object, how: str) -> RuntimeError:
         return RuntimeError(
-            f"{self._saved.name} does not run the operators in every run that it ran in its first one, whose results are "
-            f"saved: {op}, {how}; expected the same control flow in each run"
+            f"{self._name} does not run the operators in every run that it ran in its first one, whose results are saved: "
+            f"{op}, {how}; expected the same control flow in each run"
         )
 
 
