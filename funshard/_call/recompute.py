@@ -36,9 +36,10 @@ from .schedule import GatheredUnit
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _Inside = tuple[BoundModule, PartitionSpec]
-_Names = tuple[tuple[str, str], ...]
-"""Where a buffer is, as paths of modules and attributes."""
-_Written = tuple[_Names, Tensor, bool]
+_Buffers = Mapping[tuple[str, str], Tensor]
+"""Buffers by the path of their module and their attribute."""
+_Left = dict[tuple[str, str], tuple[Tensor, bool]]
+"""The same as a run has left them, and whether each is a new tensor."""
 _Changes = tuple[str, dict[str, Any], list[str]]
 _Own = Mapping[str, dict[str, Any]]
 """By a module's path, the attributes of which each run has its own copies."""
@@ -91,9 +92,10 @@ def _recompute_module(
     """
     bound, spec = inside
     run = _RecomputedModule(outer, bound, before, gathered, (len(args), *kwargs))
+    own_buffers = {(path, attr): b for path, m in bound.distinct.items() for attr, b in m._buffers.items() if b is not None}
     roots: dict[str, Any] = {
         "its parameters": bound.params_of(spec, outer.mode.params),
-        "its buffers": [copy_buffer(buffer, buffer.dtype) for buffer in run.buffers],
+        "its buffers": _copy_buffers(own_buffers),
         "its spec": spec,
         "what was put in the place of its parameters": (replaced := dict(given := bound.replaced_parameters(before))),
         **{f"args[{i}]": x for i, x in enumerate(args)},
@@ -103,23 +105,23 @@ def _recompute_module(
         },
     }
     remat = remat_of(outer.spec.by_path[bound.path]) or RECOMPUTE_ALL
-    out, written, changes = call_recomputed(run, run.name, roots, [*bound.distinct.values()], remat=remat)
+    out, left, changes = call_recomputed(run, run.name, roots, [*bound.distinct.values()], remat=remat)
     for path, values, removed in changes:
         own = vars(bound.distinct[path])
         own.update(values)
         for name in removed:
             del own[name]
-    for names, buffer, is_new in written:
-        own_buffer = bound.modules[names[0][0]]._buffers[names[0][1]]
+    for (path, attr), (buffer, is_new) in left.items():
+        own_buffer = bound.modules[path]._buffers[attr]
         # a vmap around has batched all results, and can only write those into what it has batched
         if not is_new and own_buffer is not None and _torch.is_batched(own_buffer) >= _torch.is_batched(buffer):
-            _torch.overwrite(own_buffer, buffer)
+            if _is_written(own_buffer, buffer):
+                _torch.overwrite(own_buffer, buffer)
             continue
         # a graph would be handed on with the buffers, from one step to the next; one that is written to has no derivative
         kept = buffer if is_new and _torch.current_level() else buffer.detach()
-        for path, attr in names:
-            with torch.no_grad():
-                bound.modules[path]._buffers[attr] = kept.clone() if _torch.has_internal_overlap(kept) else kept
+        with torch.no_grad():
+            bound.modules[path]._buffers[attr] = kept.clone() if _torch.has_internal_overlap(kept) else kept
     for (path, attr), tensor in replaced.items():
         if given.get((path, attr)) is not tensor:
             bound.modules[path]._parameters[attr] = tensor
@@ -134,30 +136,21 @@ class _RecomputedModule:
     ) -> None:
         self._outer, self._bound, self._gathered_units, self._arguments = outer, bound, units, arguments
         self.name = f"module '{bound.path}' with P(remat=True)"
-        buffers: dict[Tensor, list[tuple[str, str]]] = {}
-        for path, module in bound.modules.items():
-            for attr, buffer in module._buffers.items():
-                if buffer is not None:
-                    buffers.setdefault(buffer, []).append((path, attr))
-        self.buffers = [*buffers]
-        self._buffer_names = [*map(tuple, buffers.values())]
         # functional_call has replaced their forwards
         self.attributes = {path: kept_attributes(module, before) for path, module in bound.distinct.items()}
-        self._parameters = {module: before[module].get("_parameters") for module in bound.owned}  # a traced one has none
+        self._parameters = {module: before[module]["_parameters"] for module in bound.distinct.values()}
         self._first, self._last, self._level = True, False, _torch.current_level()
         # a backward that nobody comes back to runs it with these
         self._leases = [one.hold_for_inner_run() for one in units]
         self._read = set[str]()
-        self._written: set[_Names] = set()  # the buffers that a run has written
 
     def __call__(
-        self, params: Params, given: Sequence[Tensor], spec: PartitionSpec, replaced: Replaced, *arguments: Any
-    ) -> tuple[Any, tuple[_Written, ...], tuple[_Changes, ...]]:
-        """Return the result; written buffers by names, and whether each is new; and by path set and deleted attributes."""
+        self, params: Params, given: _Buffers, spec: PartitionSpec, replaced: Replaced, *arguments: Any
+    ) -> tuple[Any, _Left, tuple[_Changes, ...]]:
+        """Return the result, the buffers as they are now, and by path set and deleted attributes."""
         bound, (count, *keys), own = self._bound, self._arguments, arguments[-1]
-        copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
-        versions = [_torch.version(copy) for copy in copies]
-        now = {join_path(*name): copy for copy, names in zip(copies, self._buffer_names, strict=True) for name in names}
+        copies = _copy_buffers(given)
+        now = {join_path(*name): copy for name, copy in copies.items()}
         changes: list[_Changes] = []
         with phase("run" if self._first else "recompute", bound.path):
             hooks = {key: x._backward_hooks for key, x in params.items() if x._backward_hooks}  # of the first run
@@ -176,17 +169,11 @@ class _RecomputedModule:
                     if old.keys() != new.keys() or not all(map(operator.is_, old.values(), map(new.__getitem__, old))):
                         changed = {name: value for name, value in new.items() if old.get(name, old) is not value}
                         changes.append((path, changed, sorted(old.keys() - new.keys())))
-        written: list[_Written] = []
-        for names, copy, buffer, version in zip(self._buffer_names, copies, given, versions, strict=True):
-            new = now[join_path(*names[0])]
-            # kernels write running statistics without telling the version; those that vmap does not batch they refuse
-            is_quiet = self._first and copy.is_floating_point() and _may_be_written(buffer, copy)
-            if new is not copy or _torch.version(copy) != version or is_quiet or names in self._written:
-                self._written.add(names)
-                written.append((names, new, new is not copy))
-            if (new.requires_grad and not (new is not copy and self._level)) or (new is copy and _torch.has_tangent(new)):
+        left: _Left = {name: (now[join_path(*name)], now[join_path(*name)] is not copy) for name, copy in copies.items()}
+        for name, (buffer, is_new) in left.items():
+            if (buffer.requires_grad and not (is_new and self._level)) or (not is_new and _torch.has_tangent(buffer)):
                 raise RuntimeError(
-                    f"{self.name} puts a tensor into its buffer '{join_path(*names[0])}' that has a derivative, which would be "
+                    f"{self.name} puts a tensor into its buffer '{join_path(*name)}' that has a derivative, which would be "
                     "lost: expected it detached, or in the result of the module"
                 )
         used = call.used_parameters or set()
@@ -196,22 +183,17 @@ class _RecomputedModule:
                 f"{self.name} reads other parameters in one of its runs than in the first one: {min(used ^ self._read)!r} in "
                 "one of them only; expected the same control flow in each run"
             )
-        return out, tuple(written), tuple(changes)
+        return out, left, tuple(changes)
 
     def _make_attributes(self, copied: _Own) -> ModuleAttributes:
         for path, attributes in self.attributes.items() if self._first else ():
             for name in copied[path]:
                 del attributes[name]  # which would be kept for later runs
-        out: ModuleAttributes = {
+        return {
             module: {name: value for name, value in vars(module).items() if name in MODULE_CONTAINERS}
-            | self.attributes[path]
-            | copied[path]
+            | {**self.attributes[path], **copied[path], "_parameters": self._parameters[module], "_buffers": module._buffers}
             for path, module in self._bound.distinct.items()
         }
-        for module, parameters in self._parameters.items():
-            if parameters is not None:
-                out[module] |= {"_parameters": parameters, "_buffers": module._buffers}
-        return out
 
     def _insert_gathered(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return parameters, full where the schedule has gathered them, and in the first run the buffers of these units."""
@@ -240,8 +222,12 @@ class _RecomputedModule:
             self._last = False
 
 
-def _may_be_written(buffer: Tensor, copy: Tensor) -> bool:
-    """Return whether a kernel may have written to the copy without telling its version."""
-    if _torch.current_level():
-        return _torch.is_batched(copy)
-    return not (_torch.is_strided(buffer) and _torch.is_strided(copy) and _torch.shares_memory(buffer, copy))
+def _copy_buffers(buffers: _Buffers) -> _Buffers:
+    copies = {buffer: copy_buffer(buffer, buffer.dtype) for buffer in buffers.values()}  # one may be in several places
+    return {name: copies[buffer] for name, buffer in buffers.items()}
+
+
+def _is_written(buffer: Tensor, now: Tensor) -> bool:
+    """Return whether a run has written to its lazy copy of a buffer, as kernels do without telling the version."""
+    buffer, now = _torch.unwrap(buffer), _torch.unwrap(now)
+    return not (_torch.is_strided(buffer) and _torch.is_strided(now) and _torch.shares_memory(buffer, now))
