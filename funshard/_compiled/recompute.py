@@ -3,8 +3,8 @@
 A traced graph has each operator of a region once, and whatever backward reads stays in memory until then. `mark_saved`
 annotates what ``save=`` keeps, while operators are still those that were traced. `recompute` makes backward read copies of
 the other operators, each before its first use, computed from the region's arguments and what is saved. It is torch's
-remat_using_tags_for_fwd_loss_bwd_graph (torch 2.13, torch._functorch), extended to random numbers, several gradients in one
-step, and nested regions.
+remat_using_tags_for_fwd_loss_bwd_graph (torch 2.13, torch._functorch), extended to random numbers and several gradients in one
+step. A node that nested regions contain belongs to the innermost.
 
 Some values are always saved, so that no number can change: random numbers (inductor's seeds), results of collectives
 (graph.py gathers a unit again) and of higher-order operators, sizes, and values that are read outside of the region.
@@ -13,8 +13,7 @@ Some values are always saved, so that no number can change: random numbers (indu
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch.utils import _pytree as pytree
 from .._spec.options import Remat
 from .._torch.compiler import OpOverload, view_base
 from .._transforms._recompute.saved_nodes import find_saved
-from .._transforms._recompute.saved_results import NAME_KEY, REGION_PREFIX
+from .._transforms._recompute.saved_results import NAME_KEY, REGION_KEY
 from .graph import (
     annotate,
     find_phases,
@@ -37,20 +36,14 @@ from .graph import (
 )
 
 _SAVED_KEY = "funshard_keep"
-"""The annotation with regions that save a node's value."""
-
-
-def get_regions(node: Node) -> tuple[int, ...]:
-    """Return the numbers of the regions that contain the node, the outermost first."""
-    keys = node.meta.get("custom", {})
-    return tuple(sorted(int(key.removeprefix(REGION_PREFIX)) for key in keys if key.startswith(REGION_PREFIX)))
+"""The annotation of a node whose value is saved."""
 
 
 def mark_saved(graph: Graph, remats: Sequence[Remat]) -> None:
-    """Annotate each node with the regions that save its value, and erase the views that carry names."""
+    """Annotate the nodes whose values a region saves, and erase the views that carry names."""
     for region, remat in enumerate(remats):
-        for node in find_saved([node for node in graph.nodes if region in get_regions(node)], remat):
-            annotate(node, **{_SAVED_KEY: (*(get_annotation(node, _SAVED_KEY) or ()), region)})
+        for node in find_saved([node for node in graph.nodes if get_annotation(node, REGION_KEY) == region], remat):
+            annotate(node, **{_SAVED_KEY: True})
     for node in list(graph.nodes):
         if get_annotation(node, NAME_KEY) is not None and is_view(node):
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -61,106 +54,70 @@ def mark_saved(graph: Graph, remats: Sequence[Remat]) -> None:
 
 
 def recompute(graph: Graph) -> None:
-    """Make the phases after a region's own read recomputed values: outer regions first, whose copies contain inner ones."""
-    phases = find_phases(graph)
-    regions = _find_regions(graph, phases)
-    copied_for: dict[Node, tuple[int, ...]] = {}
-    for depth in range(max(map(len, regions.values()), default=0)):
-        _NestingDepth(graph, depth, phases, regions, copied_for).apply()
-    for node in reversed(graph.nodes):
-        if node in regions and not node.users and _is_pure(node):
-            graph.erase_node(node)
+    """Make the phases after a region's own read recomputed values."""
+    _Recomputation(graph).apply()
 
 
-def _find_regions(graph: Graph, phases: Mapping[Node, int]) -> dict[Node, tuple[int, ...]]:
-    """Return the regions of each node. One that the compiler inserted is in the regions common to its users up to its phase."""
-    found: dict[Node, tuple[int, ...]] = {}
-    for node in reversed(graph.nodes):
-        regions = get_regions(node)
-        if node.op == "call_function" and not is_annotated(node):
-            around = [set(found.get(user, ())) for user in node.users if phases[user] <= phases[node]]
-            regions = tuple(sorted(set.intersection(*around))) if around else ()
-        if regions:
-            found[node] = regions
-    return found
+class _Recomputation:
+    """The regions of a graph, and the copies of their nodes that later phases read."""
 
-
-@dataclass
-class _RegionRun:
-    """The nodes of one run of a region: the traced one, or a copy of it inside a recomputed outer region."""
-
-    region: int
-    nodes: list[Node] = field(default_factory=list)
-    phase: int = 0
-    """The last phase of its nodes. Later phases recompute it."""
-    saved: set[Node] = field(default_factory=set)
-    copies: dict[int, dict[Node, Node]] = field(default_factory=dict)
-    """The copies made for each phase, by original node."""
-
-
-class _NestingDepth:
-    """The runs of all regions at one nesting depth. ``copied_for`` has the phases for which a node was copied, by depth."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        depth: int,
-        phases: dict[Node, int],
-        regions: dict[Node, tuple[int, ...]],
-        copied_for: dict[Node, tuple[int, ...]],
-    ) -> None:
-        self.graph, self.phases, self.regions, self.copied_for = graph, phases, regions, copied_for
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.phases = graph, find_phases(graph)
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.first_writes = {view_base(x): self.position[node] for node in reversed(graph.nodes) for x in find_written(node)}
-        self.run_of: dict[Node, _RegionRun] = {}
-        runs: dict[tuple[int, tuple[int, ...]], _RegionRun] = {}
-        for node in graph.nodes:
-            if len(nested := regions.get(node, ())) > depth:
-                run = self.run_of[node] = runs.setdefault((nested[depth], copied_for.get(node, ())), _RegionRun(nested[depth]))
-                run.nodes.append(node)
-                run.phase = max(run.phase, phases[node])
-        for run in runs.values():
-            run.saved = _find_saved(run, self.run_of, phases)
+        self.regions: dict[Node, int] = {}
+        for node in reversed(graph.nodes):
+            if node.op != "call_function" or is_annotated(node):
+                region = get_annotation(node, REGION_KEY)
+            else:  # the compiler has inserted it: it is in the one region that uses it up to its phase
+                region, *others = {self.regions.get(x) for x in node.users if self.phases[x] <= self.phases[node]} or {None}
+                region = None if others else region
+            if region is not None:
+                self.regions[node] = region
+        self.last_phases: dict[int, int] = {}
+        """The last phase of each region's nodes. Later phases recompute it."""
+        for node, region in self.regions.items():
+            self.last_phases[region] = max(self.phases[node], self.last_phases.get(region, 0))
+        self.saved = self._find_saved()
+        self.copies: dict[tuple[int, int], dict[Node, Node]] = {}  # by region and phase
+
+    def _find_saved(self) -> set[Node]:
+        """Return the nodes whose values stay in memory: by choice, because they are impure, or for users outside."""
+        saved: set[Node] = set()
+        for node, region in self.regions.items():
+            others = (x for x in node.users if self.regions.get(x) != region)
+            if any(self.phases[x] <= self.last_phases[region] or x.op == "output" or is_mutating(x) for x in others):
+                saved.update(reachable_nodes([node], lambda x: x.all_input_nodes if is_view(x) else ()), [node])
+            if get_annotation(node, _SAVED_KEY) or not _is_pure(node):
+                saved.add(node)
+        return saved
 
     def apply(self) -> None:
-        """Redirect each node that reads a run's values in a later phase."""
+        """Redirect each node that reads a region's values in a later phase."""
         for reader in list(self.graph.nodes):
-            read = {id(run): run for x in reader.all_input_nodes if (run := self.run_of.get(x))}
-            for run in read.values():
-                if run is not self.run_of.get(reader) and self.phases[reader] > run.phase:
-                    self.redirect_reader(reader, run)
+            for region in dict.fromkeys(self.regions[x] for x in reader.all_input_nodes if x in self.regions):
+                if region != self.regions.get(reader) and self.phases[reader] > self.last_phases[region]:
+                    self._redirect_reader(reader, region)
+        for node in reversed(self.graph.nodes):
+            if node in self.regions and not node.users and _is_pure(node):
+                self.graph.erase_node(node)
 
-    def redirect_reader(self, reader: Node, run: _RegionRun) -> None:
+    def _redirect_reader(self, reader: Node, region: int) -> None:
         """Make a node read copies, and insert those that do not exist yet before it."""
-        phase, end = self.phases[reader], self.position[reader]
-        copies = run.copies.setdefault(phase, {})
+        end, copies = self.position[reader], self.copies.setdefault((region, self.phases[reader]), {})
 
         def missing_inputs(node: Node) -> list[Node]:
-            inputs = [x for x in node.all_input_nodes if self.run_of.get(x) is run and x not in run.saved and x not in copies]
-            return [x for x in inputs if all(self.first_writes.get(view_base(y), end) >= end for y in x.all_input_nodes)]
+            own = [x for x in node.all_input_nodes if self.regions.get(x) == region and x not in self.saved and x not in copies]
+            return [x for x in own if all(self.first_writes.get(view_base(y), end) >= end for y in x.all_input_nodes)]
 
         for node in sorted(reachable_nodes([reader], missing_inputs), key=self.position.__getitem__):
             if is_view(node) and copies.keys().isdisjoint(node.all_input_nodes):
                 continue  # a view of a value that stays in memory
             with self.graph.inserting_before(reader):
-                copies[node] = copy = self.graph.node_copy(node, lambda x: copies.get(x, x))
-            self.phases[copy], self.regions[copy] = self.phases[node], self.regions[node]
-            self.copied_for[copy] = (*self.copied_for.get(node, ()), phase)
+                copies[node] = self.graph.node_copy(node, lambda x: copies.get(x, x))
         for x in reader.all_input_nodes:
             if x in copies:
                 reader.replace_input_with(x, copies[x])
-
-
-def _find_saved(run: _RegionRun, run_of: Mapping[Node, _RegionRun], phases: Mapping[Node, int]) -> set[Node]:
-    """Return the nodes of a run whose values stay in memory: by choice, because they are impure, or for users outside."""
-    saved: set[Node] = set()
-    for node in run.nodes:
-        others = (x for x in node.users if run_of.get(x) is not run)
-        if any(phases[x] <= run.phase or x.op == "output" or is_mutating(x) for x in others):
-            saved.update(reachable_nodes([node], lambda x: x.all_input_nodes if is_view(x) else ()), [node])
-        if run.region in (get_annotation(node, _SAVED_KEY) or ()) or not _is_pure(node):
-            saved.add(node)
-    return saved
 
 
 def _is_pure(node: Node) -> bool:

@@ -137,7 +137,7 @@ class _Running(threading.local):
     """Whether something outside counts as differentiating what is computed, whose arguments may not require grad: a run of a
     function may be below the transform that differentiates it, and what `grad` closes over would be a constant."""
     regions: list[Remat] | None = None
-    """Where the regions are collected that torch.compile traces: inner ones have larger numbers."""
+    """Where the regions are collected that torch.compile traces, by number."""
 
     @contextlib.contextmanager
     def set(self, **values: Any) -> Generator[None]:

@@ -123,7 +123,7 @@ TRANSFORMS: dict[str, tuple[Step, list[int]]] = {  # and how often exp runs, wit
     "hvp": (lambda loss, x: fs.hvp(loss, x, torch.ones_like(x)), [1, 2]),
     "vmap of grad": (lambda loss, x: torch.vmap(torch.func.grad(loss))(x), [1, 2]),
     "micro-batches": (lambda loss, x: sum(torch.func.grad(loss)(x * i) for i in (1, 2)), [2, 4]),
-    "grad in remat": (lambda loss, x: torch.func.grad(lambda x: fs.remat(torch.func.grad(loss))(x).sin().sum())(x), [2, 5]),
+    "grad in remat": (lambda loss, x: torch.func.grad(lambda x: fs.remat(torch.func.grad(loss))(x).sin().sum())(x), [2, 3]),
 }
 
 
@@ -266,5 +266,5 @@ def test_measured_peak(backend: str) -> None:
     again, got = peak_and_values(backend, P("shard", remat=True))
     some, kept = peak_and_values(backend, SOME)
     equal((got, kept), (expected, expected))
-    assert again <= 0.6 * plain
+    assert again <= 0.65 * plain  # of nested regions, as the root's around its blocks', the innermost count
     assert again < some < plain

@@ -1,6 +1,6 @@
-"""Selective recomputation: the first run saves results of operators, and the last one reuses them instead of kernels.
+"""Selective recomputation: the first run saves results of operators, and the next one reuses them instead of kernels.
 
-It works below autograd, which makes its nodes in the last run as always. A call of an operator is known by how many calls of
+It works below autograd, which makes its nodes in the next run as always. A call of an operator is known by how many calls of
 that operator a run made before it, as in torch.utils.checkpoint. Of what torch.compile traces the nodes are annotated instead.
 """
 
@@ -75,7 +75,7 @@ _FIRST = object()
 
 
 class SavedResults(_torch.DispatchMode):
-    """A mode around the first run of a function, which saves results, and around its last one, which reuses them."""
+    """A mode around the first run of a function, which saves results, and around the next one, which reuses them."""
 
     def __init__(self, remat: Remat, name: str) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class SavedResults(_torch.DispatchMode):
 
     @contextlib.contextmanager
     def run(self, ambient: AmbientState, *, is_first: bool) -> Generator[None]:
-        """Save results within this context in the first run, reuse them in the last one; another one has none left."""
+        """Save results within this context in the first run, reuse them in the next one; later ones have none left."""
         self._ambient, self._is_first, self._counts = ambient, is_first, dict[_torch.OpTraits, int]()
         chooses = is_first and self._remat.save != self._names
         self._is_chosen = self._remat._choose_operators() if chooses else None
@@ -164,7 +164,7 @@ class SavedResults(_torch.DispatchMode):
                 f"{self._name} is to save {wanted}, and gave none of these names while it ran: expected {expected}"
             )
 
-    # --- the last run ---
+    # --- the next run ---
 
     def _reuse(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the saved results and set the random state as after the call; run the operator if there are none."""
@@ -199,8 +199,8 @@ def _tensors_of(value: Any) -> list[Tensor]:
 
 # --- regions: torch.compile traces a function once, with its derivatives; _compiled/recompute.py computes it again in there ---
 
-REGION_PREFIX, NAME_KEY = "funshard_region_", "funshard_name"
-"""Keys of annotations: the first, with a number, on all that a region traces; the second on a view of a named tensor."""
+REGION_KEY, NAME_KEY = "funshard_region", "funshard_name"
+"""Keys of annotations: the number of the innermost region on all that it traces; the name on a view of a named tensor."""
 
 
 @_torch.assume_constant
@@ -213,7 +213,7 @@ def is_collecting_regions() -> bool:
 def mark_region(remat: Remat) -> Generator[None]:
     """Annotate what torch.compile traces within this context as a region."""
     number = _enter_region(remat.save)  # Dynamo may know only the fields of a Remat that was made in what is traced
-    with contextlib.nullcontext() if number < 0 else _torch.annotate_graph(**{f"{REGION_PREFIX}{number}": True}):
+    with contextlib.nullcontext() if number < 0 else _torch.annotate_graph(**{REGION_KEY: number}):
         yield
 
 
