@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .._core.checks import bind_spec, check_mapping, check_params, find_full_params
 from .._core.layout import Params
-from .._core.mesh import has_peers
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, global_shape
 from .._sharding.full import find_result_dtype, stream_full

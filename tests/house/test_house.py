@@ -131,9 +131,9 @@ def test_files_are_short() -> None:
 
 
 BUDGETS = {
-    "_call": 3350, "_compiled": 925, "_core": 2475, "_init": 450, "_plan": 1300, "_sharding": 1150, "_slices": 475,
-    "_spec": 1025, "_steps": 950, "_torch": 1975, "_transforms": 3175, "_wire": 1775, "checkpoint": 2900,
-    "codecs": 350, "collectives": 1525, "compress": 475, "curvature": 675, "data": 225, "optim": 3700,
+    "_call": 3225, "_compiled": 825, "_core": 2425, "_init": 450, "_plan": 1100, "_sharding": 1100, "_slices": 475,
+    "_spec": 1000, "_steps": 950, "_torch": 1975, "_transforms": 3175, "_wire": 1775, "checkpoint": 2825,
+    "codecs": 350, "collectives": 1425, "compress": 475, "curvature": 675, "data": 225, "optim": 3675,
     "testing": 625,
 }  # fmt: skip
 """The most lines of each folder. They may only be lowered: the house is to have 31,000 lines, then 27,000."""
@@ -152,12 +152,12 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 30_510
+    assert sum(lines.values()) <= 29_710
 
 
 def test_tests_stay_within_their_budget() -> None:
     """Their lines may only be lowered as well: they are to be 45,000."""
-    assert sum(len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")) <= 50_980
+    assert sum(len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")) <= 50_000
 
 
 OPTIONS = {
