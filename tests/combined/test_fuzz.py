@@ -122,10 +122,8 @@ MAY_BE_REFUSED: dict[str, set[str]] = {
     "which is not one of its arguments": {"Cached"},  # the same, where the parameter is known
     "Batching rule not implemented for aten::lstm": {"Lstm"},  # recomputed on simulated ranks
     "Batching rule not implemented for aten::div.out": {"spectral_norm"},  # recomputed for each sample
-    "attempting to call Tensor.requires_grad_()": {
-        "InnerAutograd",
-        *BY_WEIGHT,
-    },  # clipped, whose units are differentiated one by one
+    # clipped, whose units are differentiated one by one
+    "attempting to call Tensor.requires_grad_()": {"InnerAutograd", *BY_WEIGHT},
     "a tensor was torch.float32 of shape": {"AutocastSingle"},  # recomputed for each sample
 }
 """The pieces that may be refused, by what the error says. Any other refusal is a defect."""
@@ -154,8 +152,9 @@ def check_cases(drawn: st.SearchStrategy[Any], count: int, run: Callable[..., li
         kinds.update(kind(case, result) for result in run(case, *more))
 
     check()
-    assert kinds["exact"] >= FLOOR * (kinds["exact"] + kinds["refused"]), kinds
-    assert kinds["exact"] >= kinds["no reference"], kinds
+    if count >= 10:  # fewer say little
+        assert kinds["exact"] >= FLOOR * (kinds["exact"] + kinds["refused"]), kinds
+        assert kinds["exact"] >= kinds["no reference"], kinds
 
 
 @at_most(18)

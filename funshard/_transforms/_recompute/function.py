@@ -446,7 +446,8 @@ class RecomputedFunction:
 
     def _check_independent(self, operand: int, flagged: Sequence[int], _: Tensor) -> None:
         """Raise RuntimeError in a gradient by an operand, taken in the first run, that others are computed from outside."""
-        given = self._before.tensors
+        if not (given := self._before.tensors):  # after it: the graph's own error says what to do
+            return
         own = {*_torch.own_edges(given[operand])} or {(get_gradient_edge(given[operand]).node, 0)}
         if not own.isdisjoint(_torch.edges_in_graph(given[i] for i in flagged if i != operand)):
             raise RuntimeError(
