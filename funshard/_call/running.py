@@ -53,6 +53,8 @@ class UnitScopes:
         self._pending: list[UnitInUse] = []  # left, but not freed before the next gather, in case the forward ends here
         self._written: tuple[Unit, str] | None = None  # a parameter that forward has written to
         self.separate = set[str]()  # keys of units whose modules compute with other tensors than are gathered later
+        self._freed = set[str]()  # keys of units that were gathered before
+        self._running = [True]  # until forward has ended; what is in a graph holds this alone
 
     def gather(self, unit: Unit, *, is_read: bool = False) -> UnitInUse:
         """Return the unit; gather it unless it is in use, for its module or because forward reads one of its parameters."""
@@ -78,10 +80,12 @@ class UnitScopes:
         # a gather under no_grad or in inference mode must serve uses outside of it
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
             gathered = run_unrecorded(self._mode.gather, unit)
-        if is_read and unit.key in self.separate and not _torch.is_in_graph():
+        if not _torch.is_in_graph() and (unit.key in self._freed or (is_read and unit.key in self.separate)):
             for view, param in zip(gathered.views, unit.params, strict=True):
-                if type(view) is Tensor:  # and not a fake one
+                if is_read and type(view) is Tensor:  # and not a fake one
                     view.__class__, vars(view)["parameter"] = _torch.SeparateTensor, param.name
+                elif view.requires_grad and not is_read:
+                    _torch.add_gradient_hook(view, functools.partial(_refuse_gradient, self._running, param.name))
         if self._exclude and not gathered.reshard:
             self._exclude(gathered.views)
         self.active[unit.key] = gathered
@@ -113,6 +117,7 @@ class UnitScopes:
                 del self.active[gathered.unit.key]
             gathered.views = ()
             self.separate.add(gathered.unit.key)
+            self._freed.add(gathered.unit.key)
             self._mode.leave(gathered, keep=keep_for_backward)
         many.clear()
 
@@ -151,11 +156,21 @@ class UnitScopes:
                 self._written = self._written or (unit, f"a view, as {', '.join(repr(p.name) for p in unit.params)}")
             raise
         finally:
+            self._running.clear()
             self.free(self._pending, keep_for_backward=True)
             self.free(self._scopes[0], keep_for_backward=True)
             self.free(list(self.active.values()))
             if self._written and not interrupted:
                 raise write_error(*self._written) from cause
+
+
+def _refuse_gradient(running: list[bool], name: str, _: Tensor) -> None:
+    """Raise RuntimeError for a gradient, in forward, by a parameter whose unit was gathered before: it has another tensor."""
+    if running:
+        raise RuntimeError(
+            f"parameter '{name}': forward takes a gradient by it, and its unit was freed and gathered again in this call: what "
+            "was computed with it before would be missing; expected P(reshard=False) for the unit"
+        )
 
 
 # --- A call, what surrounds its forwards, and what watches it ---
@@ -298,9 +313,9 @@ class Call:
         view = self.scopes.gather(unit, is_read=not for_module).views[i]
         if self.used_parameters is not None:
             self.used_parameters.add(unit.params[i].name)
-            if view.requires_grad and not view._backward_hooks:
+            if view.requires_grad and not isinstance(view, _torch.SeparateTensor) and not view._backward_hooks:
                 for hook in self.gradient_hooks.get(unit.key, {}).values():
-                    view.register_hook(hook)
+                    _torch.add_gradient_hook(view, hook)
         return view
 
     def make_inner(

@@ -73,6 +73,12 @@ def unpack_versioned(kept: Versioned, shape_in_error: torch.Size | None = None) 
     return tensor
 
 
+def add_gradient_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook on a tensor that no TorchFunctionMode sees. Pinned by ``test_fuzz.py``'s second derivatives."""
+    with torch._C.DisableTorchFunction():
+        tensor.register_hook(hook)
+
+
 def prioritize_backward(tensors: Iterable[Tensor]) -> None:
     """Let backward run the nodes from these tensors to their leaves, along first inputs, as early as it can.
 

@@ -441,7 +441,7 @@ class RecomputedFunction:
                 sources = [xs[i].detach().requires_grad_() if _torch.is_wrapped(given[i]) else given[i] for i in some]
                 for i, x in zip(some, sources and BeginGraph.apply(HANDED_ON.format(self.name), *sources), strict=True):
                     out[i] = x
-                    x.register_hook(functools.partial(self._check_independent, i, flagged))
+                    _torch.add_gradient_hook(x, functools.partial(self._check_independent, i, flagged))
         return tuple(out)
 
     def _check_independent(self, operand: int, flagged: Sequence[int], _: Tensor) -> None:
@@ -503,7 +503,7 @@ class RecomputedFunction:
 
     def _check_attributes(self, x: Tensor) -> None:
         """Raise RuntimeError for an attribute of a tensor that Dynamo has not set."""
-        for key in () if _torch.is_fake(x) else vars(x):  # a fake tensor has its own
+        for key in () if _torch.is_fake(x) or isinstance(x, _torch.SeparateTensor) else vars(x):  # which have their own
             if not key.startswith("_dynamo_"):
                 raise RuntimeError(
                     f"{self.name} sets the attribute '{key}' of a tensor, which outside is another tensor: expected it "
