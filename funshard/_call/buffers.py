@@ -94,7 +94,7 @@ def replace_buffers(
         if not module._buffers:  # as most
             continue
         moves = in_graph and isinstance(module, NormWithStatistics) and module.training and module.track_running_stats
-        cast = buffer_dtype(spec, path) if spec else None
+        cast = None if spec is None else buffer_dtype(spec, path)
         for attr, own in module._buffers.items():
             name = join_path(path, attr)
             before, is_given = given.get(name, own), name in given
