@@ -277,8 +277,16 @@ def test_a_call_in_a_call() -> None:
     other = {name: p.detach() * 3 for name, p in model.inner.named_parameters()}
     inside = fs.policies.whole()(model.inner)
     spec = fs.by_path({"inner": P("shard")})(model)
+
+    def plain(p: Tree) -> Tensor:
+        own = torch.func.functional_call(model.inner, other, (x,))
+        inner = {k.removeprefix("inner."): t for k, t in p.items() if k.startswith("inner.")}
+        return F.linear(torch.func.functional_call(model.inner, inner, (x,)) + own, p["last.weight"], p["last.bias"]).sum()
+
     with unchanged(model):
-        fs.testing.assert_exact(lambda call, x: call(x).sum(), model, spec, x)
+        got = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())(fs.shard(model, spec))
+    expected = fs.shard(grad(plain)({name: p.detach() for name, p in model.named_parameters()}), spec)
+    torch.testing.assert_close(got, expected, **EXACT)
 
 
 def penalised(m: Any, x: Tensor) -> Tensor:
