@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, depth, each, seldom
+from parity import dot
 from ranks import launch, mesh_of, real_ranks
 from torch import Tensor
+from torch.func import grad, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
 
 import funshard as fs
 
@@ -21,9 +24,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 import context_parallel as example  # noqa: E402
 
+Tree = dict[str, Tensor]
 SEQ, BATCH, HEADS = 24, 2, 12  # which up to four ranks divide
 torch.manual_seed(0)
 MODEL = example.GPT(2, 12, HEADS, SEQ).double()
+FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+VECTOR = {name: p.cos() for name, p in FULL.items()}
 
 
 def tokens(readers: int) -> Tensor:
@@ -37,20 +43,41 @@ def plain_attention(qkv: Tensor, order: Tensor, axis: Any) -> Tensor:
     return F.scaled_dot_product_attention(*qkv, is_causal=True)
 
 
+def in_one_process(readers: int) -> list[Tree]:
+    """The gradient, Hessian-vector product and gradient's gradient of the mean over all sequences."""
+    xys = tokens(readers)
+
+    def loss(full: Tree) -> Tensor:
+        values = [torch.func.functional_call(MODEL, full, (*xy, example.ALONE, plain_attention)) for xy in xys]
+        return torch.stack(values).mean()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        hvp = jvp(grad(loss), (FULL,), (VECTOR,))[1]
+        return [grad(loss)(FULL), hvp, grad(lambda p: dot(g := grad(loss)(p), g) / 2)(FULL)]
+
+
 @at_most(1)
 @each(sizes=[(2, 2), pytest.param((1, 4), marks=seldom)], attention=example.ATTENTION)
 @real_ranks(4)
 def test_four_ranks(rank: int, attention: str, sizes: tuple[int, int]) -> None:
-    """Derivatives of first and second order; the mean over the ranks of a sequence is its loss."""
+    """Derivatives of first and second order as whole parameters, and the gradient's norm."""
     spec, xy = example.policy()(MODEL).on(mesh_of(shard=sizes[0], context=sizes[1])), tokens(sizes[0])[rank // sizes[1]]
+    params, v = fs.shard(FULL, spec), fs.shard(VECTOR, spec)
 
-    def loss(call: Any, xy: tuple[Tensor, Tensor]) -> Tensor:
-        if (axis := call.axis("context")) is None:
-            return call(*xy, example.ALONE, plain_attention)
-        return fs.collectives.all_reduce(call(*xy, axis, example.ATTENTION[attention]), axis)
+    def loss(params: Tree) -> Tensor:
+        attend = example.ATTENTION[attention]
+        return fs.functional_call(MODEL, params, (*xy, spec.bound_mesh["context"], attend), spec=spec)
 
-    with sdpa_kernel(SDPBackend.MATH):
-        fs.testing.assert_exact(loss, MODEL, spec, tuple(xy), order=2)
+    def half_square(params: Tree) -> Tensor:
+        g = grad(loss)(params)
+        return dot(g, g) / 2
+
+    found, want = [fs.grad(loss)(params), fs.hvp(loss, params, v), grad(half_square)(params)], in_one_process(sizes[0])
+    for i, (tree, other) in enumerate(zip(found, want, strict=True)):
+        for name, value in fs.unshard(tree, spec).items():
+            assert_close(value, other[name], rtol=1e-9, atol=1e-11, msg=lambda m, i=i, name=name: f"[{i}] {name}: {m}")
+    norm = fs.optim.global_norm(found[0], spec)
+    assert_close(norm, torch.stack([g.norm() for g in want[0].values()]).norm(), rtol=1e-9, atol=0)
 
 
 def test_slices_are_balanced() -> None:
