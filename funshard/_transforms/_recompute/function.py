@@ -19,7 +19,7 @@ import random
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -361,7 +361,6 @@ class RecomputedFunction:
             self._outer_tensors = OuterTensors(name, self._reached_modules())
             _SEEN_MODULES.update(modules[:1])
         self._in_transform = level > 0 or RUNNING.is_differentiated  # later runs may be below it
-        self._is_last = False
         self._ambient: AmbientState | None = None
         self.has_changed_objects = False
         self.constants: Sequence[bool] = ()
@@ -390,15 +389,9 @@ class RecomputedFunction:
         """Raise RuntimeError for backward hooks of modules where the gradient is differentiated again."""
         check_backward_hooks(self._reached_modules(), self.name)
 
-    @contextlib.contextmanager
-    def last_run(self) -> Generator[None]:
-        """Mark the run within this context as the last: plain autograd runs it for its gradient, and it never runs again."""
-        self._is_last = True
-        try:
-            with getattr(self._call, "last_run", contextlib.nullcontext)():
-                yield
-        finally:
-            self._is_last = False
+    def last_run(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the run, and its backward, by which plain autograd computes an undifferentiated gradient."""
+        return getattr(self._call, "last_run", contextlib.nullcontext)()
 
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Run the function, and return all tensors that can be reached afterwards and are no operands."""
@@ -472,7 +465,7 @@ class RecomputedFunction:
             stack.enter_context(_torch.use_attention(self._attention))
             if self._in_stack:
                 stack.enter_context(ForbiddenFunctions(messages_in_stack(self.name)))
-            if self._saved_results is not None and not _torch.current_level() and (is_first or self._is_last):
+            if self._saved_results is not None and not _torch.current_level() and not _torch.is_in_forward_ad():
                 stack.enter_context(self._saved_results.run(self._ambient, is_first=is_first))
             if is_first and self._outer_tensors:
                 stack.enter_context(self._outer_tensors)
