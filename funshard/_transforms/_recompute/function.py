@@ -89,7 +89,7 @@ def is_watched(value: Any) -> bool:
     return hasattr(value, "__dict__") and not _is_shared(type(value)) and not is_copied(value)
 
 
-class Snapshot:
+class Snapshot(pickle.Pickler):
     """Objects as bytes, each a part that knows the objects of those before; tensors and what all runs share, by number.
 
     ``tensors`` and shared objects ``others`` have the first numbers; what ``placed`` has by the id of an object is shared in
@@ -101,17 +101,17 @@ class Snapshot:
         parts: Iterable[Any],
         tensors: Iterable[Tensor] = (),
         others: Iterable[Any] = (),
-        *,
-        placed: Mapping[int, Any] | None = None,
+        placed: Mapping[int, Any] = types.MappingProxyType({}),
     ) -> None:
+        super().__init__(file := io.BytesIO(), protocol=5)
         self.parts: list[bytes] = []
         self.ends: list[int] = []  # the numbers of tensors in the parts up to each
-        self.tensors, self.others = list(tensors), list(others)
-        file = io.BytesIO()
-        self.pickler: Any = _Pickler(file, self) if placed is None else _Placer(file, self, placed)
+        self.tensors, self.others, self._placed = list(tensors), list(others), placed
+        self._tensor_numbers = {id(x): i for i, x in enumerate(self.tensors)}
+        self._numbers = {id(_key_of(x)): i for i, x in enumerate(self.others)}
         for part in parts:
             begin = file.tell()
-            self.pickler.dump(part)
+            self.dump(part)
             self.parts.append(file.getvalue()[begin:])
             self.ends.append(len(self.tensors))
 
@@ -120,17 +120,12 @@ class Snapshot:
         unpickler = _Unpickler(b"".join(self.parts), tensors, self.others)
         return [unpickler.load() for _ in self.parts], unpickler
 
-
-class _Pickler(pickle.Pickler):
-    """Pickles objects, and lists tensors and shared objects in a snapshot."""
-
-    def __init__(self, file: io.BytesIO, snapshot: Snapshot) -> None:
-        super().__init__(file, protocol=5)
-        self._tensors, self._others = snapshot.tensors, snapshot.others
-        self._tensor_numbers = {id(x): i for i, x in enumerate(self._tensors)}
-        self._numbers = {id(_key_of(x)): i for i, x in enumerate(self._others)}
+    def persistent_id(self, obj: Any) -> int | None:
+        """Return the number of what takes the place of an object."""
+        return self.number(self._placed[id(obj)]) if id(obj) in self._placed else None
 
     def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return how an object is pickled: by number, by its parts, or by pickle's own rules."""
         cls: Any = type(obj)
         if issubclass(cls, Tensor) and not issubclass(cls, _torch.ForbiddenTensor):
             if id(obj) in self._numbers:
@@ -155,18 +150,18 @@ class _Pickler(pickle.Pickler):
 
     def number(self, obj: Any) -> int:
         """Return the number of a shared object."""
-        i = self._numbers.setdefault(id(_key_of(obj)), len(self._others))
-        if i == len(self._others):
-            self._others.append(obj)
+        i = self._numbers.setdefault(id(_key_of(obj)), len(self.others))
+        if i == len(self.others):
+            self.others.append(obj)
         return i
 
     def _number_tensor(self, x: Tensor) -> int:
         """Return the number of a tensor; an operand may be inside of other wrappers."""
         if (i := self._tensor_numbers.get(id(x))) is None:
-            i = self._tensor_numbers.get(id(_torch.unwrap_untracked(x)), len(self._tensors))
+            i = self._tensor_numbers.get(id(_torch.unwrap_untracked(x)), len(self.tensors))
             self._tensor_numbers[id(x)] = i
-            if i == len(self._tensors):
-                self._tensors.append(x)
+            if i == len(self.tensors):
+                self.tensors.append(x)
         return i
 
 
@@ -224,17 +219,6 @@ def find_tensors(*values: Any) -> list[Tensor]:
 # --- What a run has changed goes into the caller's objects ---
 
 
-class _Placer(_Pickler):
-    """Pickles what a run has left, but for the objects and tensors that others stand for, by their ids."""
-
-    def __init__(self, file: io.BytesIO, snapshot: Snapshot, placed: Mapping[int, Any]) -> None:
-        super().__init__(file, snapshot)
-        self._placed = placed
-
-    def persistent_id(self, obj: Any) -> int | None:
-        return self.number(self._placed[id(obj)]) if id(obj) in self._placed else None
-
-
 def write_back(before: Snapshot, loaded: _Unpickler, out: Any, tensors: dict[int, Tensor], *, has_changes: bool) -> Any:
     """Fill the caller's objects as a run has left its copies of them, and return its result with the caller's objects in it.
 
@@ -244,8 +228,9 @@ def write_back(before: Snapshot, loaded: _Unpickler, out: Any, tensors: dict[int
     if not has_changes:
         with contextlib.suppress(KeyError):
             return _replace(out, tensors)
+    memo: Any = before.memo
     copies: dict[int, Any] = loaded.memo.copy()
-    pairs = [(obj, copies[i]) for i, obj in before.pickler.memo.copy().values()]  # pyright: ignore[reportAssignmentType]
+    pairs = [(obj, copies[i]) for i, obj in memo.copy().values()]
     placed: dict[int, Any] = {id(copy): obj for obj, copy in pairs} | tensors
     changed: list[tuple[Any, list[Any], dict[str, Any]]] = []
     for obj, copy in pairs if has_changes else ():
@@ -560,8 +545,8 @@ class RecomputedFunction:
             value = write_back(self._before, loaded, out, tensors, has_changes=self.has_changed_objects)
         except Exception as error:
             raise self._uncopied(f"returns, stores or changes an object that cannot be copied ({error})") from error
-        self._left = self._before.pickler = None
-        self.tensors = self._before.tensors = []
+        self._before.clear_memo()
+        self._left, self.tensors, self._before.tensors = None, [], []
         del after, out, loaded
         if any(leaf() is not None for leaf in self._foreign):
             refuse_outer(self.name, self._foreign_ids, self._reached_modules())
