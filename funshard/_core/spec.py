@@ -232,7 +232,7 @@ class PartitionSpec:
         Args:
             unit: A unit of this spec. The length is `shard_numel`, or the number of bytes if the unit has a codec ``at_rest``.
         """
-        return self._all_stored()[unit.key]
+        return self._all_stored()[unit.key] if self.by_key.get(unit.key) is unit else _stored_of(unit, self.bound)
 
     def _all_stored(self) -> dict[str, tuple[int, torch.dtype]]:
         return self.bound._compute_once(_stored_by_key)
@@ -270,8 +270,12 @@ def _count_slices(spec: PartitionSpec, p: P) -> int:
 
 
 def _stored_by_key(spec: PartitionSpec) -> dict[str, tuple[int, torch.dtype]]:
-    slices = ((unit, spec.shard_numel(unit)) for unit in spec)
-    return {unit.key: unit.at_rest._count_stored(n, unit.dtype) if unit.at_rest else (n, unit.dtype) for unit, n in slices}
+    return {unit.key: _stored_of(unit, spec) for unit in spec}
+
+
+def _stored_of(unit: Unit, spec: PartitionSpec) -> tuple[int, torch.dtype]:
+    numel = spec.shard_numel(unit)
+    return unit.at_rest._count_stored(numel, unit.dtype) if unit.at_rest else (numel, unit.dtype)
 
 
 def _restrict_to_units(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:

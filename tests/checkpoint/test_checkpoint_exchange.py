@@ -244,7 +244,7 @@ def test_a_unit_at_a_time_is_gathered_to_the_first_rank(rank: int, tmp_path: Pat
     spec = fs.policies.always(P("shard"))(model)
     params = fs.shard(model, spec)
     alive, made = [], 0
-    gather = full._start_gather_to_first
+    gather = full._start_gather
 
     def watched(*args: Any) -> Callable[[], Tensor | None]:
         import weakref
@@ -264,11 +264,11 @@ def test_a_unit_at_a_time_is_gathered_to_the_first_rank(rank: int, tmp_path: Pat
             alive.append(weakref.ref(buffer))
         return lambda: buffer
 
-    full._start_gather_to_first = watched
+    full._start_gather = watched
     try:
         checkpoint.export(tmp_path / "files", params, spec, dtype=torch.bfloat16, shard_bytes=1)
     finally:
-        full._start_gather_to_first = gather
+        full._start_gather = gather
     assert made == len(spec)
 
 
