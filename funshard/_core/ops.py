@@ -29,12 +29,12 @@ class PendingResult:
 
     Args:
         outs: What to wait for.
-        result: Makes the result of ``outs`` once they are complete.
+        result: Makes the result of ``outs`` once they are complete; by default the only one is it.
     """
 
     __slots__ = ("_result", "outs")
 
-    def __init__(self, outs: Sequence[Tensor], result: Callable[..., Tensor]) -> None:
+    def __init__(self, outs: Sequence[Tensor], result: Callable[..., Tensor] = lambda out: out) -> None:
         self.outs, self._result = outs, result
 
     def __call__(self) -> Tensor:
@@ -100,10 +100,6 @@ def _wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor.default(x)
 
 
-def _return_output(out: Tensor) -> Tensor:
-    return out
-
-
 def _all_gather(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
     if out is not None and out.itemsize == 1:
         x = x.to(out.dtype)
@@ -119,7 +115,7 @@ def _all_gather(x: Tensor, context: OpContext, out: Tensor | None) -> PendingRes
         if x.dtype != out.dtype:  # cast on the way to its slice
             x = out.chunk(context.size)[_torch.resolve_group(context.name).rank()].copy_(x)
         result = torch.ops._c10d_functional.all_gather_into_tensor_out.default(x, context.size, context.name, out=out)
-    return PendingResult((result,), _return_output)
+    return PendingResult((result,))
 
 
 def _gather_by_broadcasts(x: Tensor, context: OpContext, out: Tensor) -> PendingResult:
@@ -139,7 +135,7 @@ def _reduce_scatter(op: str, x: Tensor, context: OpContext, out: Tensor | None) 
     if _torch.backend_name(context.name, x.device) == "gloo":
         return _scatter_by_exchange(x, context, mean=op == "avg")
     result = torch.ops._c10d_functional.reduce_scatter_tensor.default(x.contiguous(), op, context.size, context.name)
-    return PendingResult((result,), _return_output)
+    return PendingResult((result,))
 
 
 def _scatter_by_exchange(x: Tensor, context: OpContext, mean: bool) -> PendingResult:
@@ -182,7 +178,7 @@ def _reduce_scatter_stack(reduce: Callable[[Tensor, int], Tensor], x: Tensor, ro
 def _all_reduce(op: str, x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
     ops = torch.ops._c10d_functional
     reduce = ops.all_reduce.default if out is None else ops.all_reduce_.default
-    return PendingResult((reduce(x.contiguous(), op, context.name),), _return_output)
+    return PendingResult((reduce(x.contiguous(), op, context.name),))
 
 
 def _identity(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
@@ -195,7 +191,7 @@ def _identity_stack(x: Tensor, root: int) -> Tensor:
 
 def _broadcast(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
     result = torch.ops._c10d_functional.broadcast.default(x.contiguous(), context.root, context.name)
-    return PendingResult((result,), _return_output)
+    return PendingResult((result,))
 
 
 def _broadcast_stack(x: Tensor, root: int) -> Tensor:
@@ -234,7 +230,7 @@ def start_exchange(x: Tensor, context: OpContext, send: Sequence[int], receive: 
         raw = start_exchange(flat, context, [n * count for n in send], [n * count for n in receive])
         return raw.then(lambda out: out.view(x.dtype).view(sum(receive), *x.shape[1:]))
     out = torch.ops._c10d_functional.all_to_all_single.default(x.contiguous(), [*receive], [*send], context.name)
-    return PendingResult((out,), _return_output)
+    return PendingResult((out,))
 
 
 def _slice(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:

@@ -72,7 +72,7 @@ def wait_unclaimed() -> None:
         while _UNCLAIMED:
             out = _UNCLAIMED.pop()
             if (out := out if isinstance(out, Tensor) else out()) is not None:
-                PendingResult((out,), lambda out: out)()
+                PendingResult((out,))()
 
 
 @contextlib.contextmanager
