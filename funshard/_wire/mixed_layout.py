@@ -82,14 +82,21 @@ class MixedLayout:
         parts = [view_as_bytes(part.to(dtype)) for part, (_, dtype) in zip(pieces, own.runs, strict=True)]
         return torch.cat([*parts, parts[0].new_zeros((self.sent_bytes - own.nbytes) * piece[0].numel())])
 
-    def join(self, raw: Tensor, batch: int = 1, out: Tensor | None = None) -> Tensor:
-        """Return the buffer's bytes from those that all ranks have sent, perhaps batched; in ``out`` if it is given."""
-        groups = raw.view(self.num_slices, -1).split_with_sizes([group.number for group in self.slices])
-        parts = [rows[:, : group.nbytes * batch] for rows, group in zip(groups, self.slices, strict=True)]
-        if out is None:
-            return torch.cat([part.reshape(-1) for part in parts])
-        for part, target in zip(parts, out.split_with_sizes([part.numel() for part in parts]), strict=True):
-            target.view(part.shape).copy_(part)
+    def join(self, raw: Tensor, batch: int = 1) -> Tensor:
+        """Return the buffer's bytes from those that all ranks have sent, perhaps batched."""
+        rows, parts, first = raw.view(self.num_slices, -1), list[Tensor](), 0
+        for count, _, size in self.slices:
+            parts.append(rows[first : first + count, : size * batch].reshape(-1))
+            first += count
+        return torch.cat(parts)
+
+    def join_into(self, raw: Tensor, out: Tensor) -> Tensor:
+        """Write the buffer's bytes to ``out``, from those that all ranks have sent. Return ``out``."""
+        at, begin = int(raw.storage_offset()), int(out.storage_offset())
+        for count, _, size in self.slices:
+            into = out.as_strided((count, size), (size, 1), begin)
+            into.copy_(raw.as_strided((count, size), (self.sent_bytes, 1), at))
+            at, begin = at + count * self.sent_bytes, begin + count * size
         return out
 
     def widen(self, raw: Tensor, shape: Sequence[int]) -> Tensor:
@@ -100,13 +107,22 @@ class MixedLayout:
         return torch.cat(values).view(-1, *shape[1:])
 
     def unflatten(self, buffer: Tensor, unit: Unit) -> list[Tensor]:
-        """Return the unit's parameters as views of its buffer's bytes."""
-        typed = {dtype: view_whole_elements(buffer, dtype) for dtype in self.dtypes}
-        views: list[Tensor] = []
-        for (offset, dtype), param in zip(self.offsets, unit.params, strict=True):
-            begin = offset // dtype.itemsize if param.numel else 0
-            views.append(from_memory_order(typed[dtype].narrow(0, begin, param.numel), param))
-        return views
+        """Return the unit's parameters as views of its buffer's bytes, by one split for each dtype."""
+        views: dict[int, Tensor] = {}
+        for own in self.dtypes:
+            sizes: list[int] = []
+            end = 0
+            for (offset, dtype), param in zip(self.offsets, unit.params, strict=True):
+                if dtype == own:
+                    begin = offset // dtype.itemsize if param.numel else end
+                    sizes += [begin - end, param.numel]
+                    end = begin + param.numel
+            typed = view_whole_elements(buffer, own)
+            pieces = iter(typed.split_with_sizes([*sizes, len(typed) - end])[1::2])
+            for i, ((_, dtype), param) in enumerate(zip(self.offsets, unit.params, strict=True)):
+                if dtype == own:
+                    views[i] = from_memory_order(next(pieces), param)
+        return [views[i] for i in range(len(views))]
 
 
 def make_mixed_layout(

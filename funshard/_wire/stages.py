@@ -378,7 +378,9 @@ class Join(Stage):
         return x.to(self.layout.wide) if transit.shape is None else self.layout.widen(x, transit.shape)
 
     def apply_out(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
-        return self.layout.join(x, out=out) if self.layout.is_padded else x
+        if not self.layout.is_padded:
+            return x
+        return self.layout.join(x) if out is None else self.layout.join_into(x, out)
 
 
 # --- Stages as constants: what a graph of Dynamo's holds of them ---
