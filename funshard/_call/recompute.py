@@ -22,8 +22,9 @@ from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._spec.options import RECOMPUTE_ALL, inner_calls, remat_of
 from .._torch.tracing import phase
-from .._transforms._recompute.function import HANDED_ON, is_copied
+from .._transforms._recompute.function import HANDED_ON
 from .._transforms._recompute.remat import call_recomputed
+from .._transforms._recompute.snapshot import is_copied
 from .._transforms.ambient import run_unrecorded
 from .._transforms.saved_tensors import BeginGraph
 from .buffers import copy_buffer

@@ -21,7 +21,7 @@ from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._slices.values import upcast
-from .._transforms._recompute.function import find_tensors
+from .._transforms._recompute.snapshot import find_tensors
 from .._transforms.error_hints import add_hints
 from .._transforms.products import check_differentiable, check_recorded, is_differentiated_outside, run_loss
 from .._wire.accumulation import Accumulation, GradReceiver, drop_unweighted

@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from .. import _torch
 from .._spec.options import Remat
-from .._transforms._recompute.function import find_tensors
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import mark_region
+from .._transforms._recompute.snapshot import find_tensors
 from .._transforms.ambient import RUNNING
 from .._transforms.products import find_length
 

@@ -132,7 +132,7 @@ def test_files_are_short() -> None:
 
 BUDGETS = {
     "_call": 3225, "_compiled": 825, "_core": 2425, "_init": 450, "_plan": 1100, "_sharding": 1100, "_slices": 475,
-    "_spec": 1000, "_steps": 950, "_torch": 1975, "_transforms": 3150, "_wire": 1800, "checkpoint": 2825,
+    "_spec": 1000, "_steps": 950, "_torch": 1975, "_transforms": 3175, "_wire": 1800, "checkpoint": 2825,
     "codecs": 350, "collectives": 1425, "compress": 475, "curvature": 675, "data": 225, "optim": 3675,
     "testing": 625,
 }  # fmt: skip
@@ -152,7 +152,7 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 29_730
+    assert sum(lines.values()) <= 29_750
 
 
 def test_tests_stay_within_their_budget() -> None:
