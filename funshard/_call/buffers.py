@@ -124,16 +124,16 @@ class CallBuffers:
     ) -> None:
         self.given = dict(buffers or {})
         self._replaced = replace_buffers(modules, self.given, spec)
-        own = ((join_path(path, attr), x) for path, module in modules.items() for attr, x in module._buffers.items())
+        with_buffers = {path: module for path, module in modules.items() if module._buffers}  # few of them
+        own = ((join_path(path, attr), x) for path, module in with_buffers.items() for attr, x in module._buffers.items())
         empty = {name: x for name, x in own if x is not None and name not in self.given and x.is_meta} if valued else {}
         if empty:
             raise ValueError(
                 f"functional_call: buffers are on the meta device, without values: {abridge(empty)}; expected all in buffers=, "
                 "as fs.init_buffers(model, spec) makes them; those that no initialiser makes have to be made by hand"
             )
-        for module in modules.values():
-            if module._buffers:
-                vars(module)["_buffers"] = dict(module._buffers)
+        for module in with_buffers.values():
+            vars(module)["_buffers"] = dict(module._buffers)
         for module, attr, _, used, _ in self._replaced.values():
             module._buffers[attr] = used
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._spec.options import check_names
-from .._transforms._recompute.function import RUNNING
+from .._transforms.ambient import RUNNING
 from .._transforms.error_hints import add_compile_hint
 from .._transforms.products import is_differentiated_outside
 from ..optim._checks import refuse_shared_memory

@@ -39,7 +39,7 @@ Held = dict[Category, int]
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What a rank sends along one mesh axis by collectives of one kind: by that of an event, or by all of a step."""
+    """The bytes that a rank sends along one mesh axis by collectives of one kind, in one event or in a whole step."""
 
     axis: str
     op: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"
