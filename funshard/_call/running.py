@@ -52,8 +52,8 @@ class UnitScopes:
         self._scopes: list[list[UnitInUse]] = [[]]
         self._pending: list[UnitInUse] = []  # left, but not freed before the next gather, in case the forward ends here
         self._written: tuple[Unit, str] | None = None  # a parameter that forward has written to
-        self.separate = set[str]()  # keys of units whose modules compute with other tensors than are gathered later
-        self._freed = set[str]()  # keys of units that were gathered before
+        self.separate = set[str]()  # keys of units whose modules compute with tensors of calls inside of this one
+        self._freed = set[str]()  # keys of units whose modules have computed with another gather's
         self._running = [True]  # until forward has ended; what is in a graph holds this alone
 
     def gather(self, unit: Unit, *, is_read: bool = False) -> UnitInUse:
@@ -85,7 +85,7 @@ class UnitScopes:
                 if is_read and type(view) is Tensor:  # and not a fake one
                     view.__class__, vars(view)["parameter"] = _torch.SeparateTensor, param.name
                 elif view.requires_grad and not is_read:
-                    _torch.add_gradient_hook(view, functools.partial(_refuse_gradient, self._running, param.name))
+                    _torch.add_gradient_hook(view, functools.partial(_refuse_gradient, self._running, unit.key))
         if self._exclude and not gathered.reshard:
             self._exclude(gathered.views)
         self.active[unit.key] = gathered
@@ -116,7 +116,6 @@ class UnitScopes:
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]
             gathered.views = ()
-            self.separate.add(gathered.unit.key)
             self._freed.add(gathered.unit.key)
             self._mode.leave(gathered, keep=keep_for_backward)
         many.clear()
@@ -164,12 +163,12 @@ class UnitScopes:
                 raise write_error(*self._written) from cause
 
 
-def _refuse_gradient(running: list[bool], name: str, _: Tensor) -> None:
+def _refuse_gradient(running: list[bool], key: str, _: Tensor | None) -> None:
     """Raise RuntimeError for a gradient, in forward, by a parameter whose unit was gathered before: it has another tensor."""
     if running:
         raise RuntimeError(
-            f"parameter '{name}': forward takes a gradient by it, and its unit was freed and gathered again in this call: what "
-            "was computed with it before would be missing; expected P(reshard=False) for the unit"
+            f"unit '{key}': forward takes a gradient by a parameter of it, and it was freed and gathered again in this call: "
+            "what was computed with it before would be missing; expected P(reshard=False) for the unit"
         )
 
 

@@ -73,8 +73,8 @@ def unpack_versioned(kept: Versioned, shape_in_error: torch.Size | None = None) 
     return tensor
 
 
-def add_gradient_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Register a hook on a tensor that no TorchFunctionMode sees. Pinned by ``test_fuzz.py``'s second derivatives."""
+def add_gradient_hook(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None:
+    """Register a hook that no TorchFunctionMode sees. Pinned by ``test_a_hook_that_no_mode_sees``."""
     with torch._C.DisableTorchFunction():
         tensor.register_hook(hook)
 

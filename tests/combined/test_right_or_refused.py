@@ -342,6 +342,35 @@ def test_weights_read_where_others_are_computed_with(rank: int, read: str, strat
         refused(RuntimeError, second, lambda: fs.hvp(loss, params, params, forward=False))
 
 
+class Descends(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        (step,) = torch.autograd.grad(y.tanh().sum(), self.weight, create_graph=True)
+        return y - 0.1 * F.linear(x, step)
+
+
+TWICE = {
+    "shard": "unit '0': forward takes a gradient by a parameter of it, and it was freed and gathered again in this call",
+    "remat": "module '0' .* differentiates by its parameters, which others of its arguments are computed from",
+}
+
+
+@every(strategy=READ_BY)
+@real_ranks(2)
+def test_a_module_that_runs_twice_takes_gradients_by_its_weight(rank: int, strategy: str) -> None:
+    """Its first run is a part of the second one's gradient, which another gather or a run again would miss."""
+    twice = Descends(4, 4, bias=False)
+    model = nn.Sequential(twice, nn.Linear(4, 4), twice).double()
+    x, spec = torch.randn(3, 4).double(), fs.by_type(nn.Linear, p=READ_BY[strategy])(model).bound
+    loss, params = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum(), fs.shard(model, spec)
+    torch.autograd.backward(model(x).square().sum())
+    if strategy in TWICE:
+        refused(RuntimeError, TWICE[strategy], lambda: fs.grad(loss)(params))
+    else:
+        expected = fs.shard({name: q.grad for name, q in model.named_parameters()}, spec)
+        torch.testing.assert_close(fs.grad(loss)(params), expected, **EXACT)
+
+
 class Remembers(nn.Module):
     """What forward leaves behind outlives the transforms that it was computed in."""
 

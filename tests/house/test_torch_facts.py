@@ -1033,6 +1033,26 @@ def test_a_separate_tensor() -> None:
     assert torch.autograd.grad(check(x), x)[0].equal(torch.full((2,), 8.0))
 
 
+def test_a_hook_that_no_mode_sees() -> None:
+    """A mode that refuses hooks; and a gradient by one result of a node calls the hooks of the others, with None."""
+
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+            assert func is not Tensor.register_hook
+            return func(*args, **(kwargs or {}))
+
+    x, grads = torch.ones(2, requires_grad=True), list[Tensor | None]()
+    with Refusing():
+        y, z = (2 * x).unbind()
+        _torch.add_gradient_hook(y, grads.append)
+        torch.autograd.grad(z.square(), z)
+        torch.autograd.grad(y.square(), y)
+        with pytest.raises(AssertionError):
+            y.register_hook(grads.append)
+    assert grads[0] is None
+    assert grads[1] is not None
+
+
 def test_a_forbidden_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """In any mode it answers questions, and computes nothing until it is allowed again."""
 

@@ -639,6 +639,19 @@ def test_energies_and_forces(p: fs.P, way: Callable[..., Any]) -> None:
         assert_close(fs.unshard(way(loss_of(model, spec, x, of=total))(params), spec), expected)
 
 
+def test_a_gradient_by_one_argument_of_several() -> None:
+    """Of what others of them are computed from it is refused by name; of any other it is exact."""
+
+    def slope(h: Tensor, e: Tensor, b: Tensor, *, by: int) -> Tensor:
+        return torch.autograd.grad((h * e * b).sum(), (h, e, b)[by], create_graph=True)[0].sum()
+
+    w, b = (torch.rand(3, requires_grad=True) for _ in range(2))
+    h = 2 * w
+    for by in (1, 2):
+        assert torch.equal(fs.remat(slope)(h, h.sin(), b, by=by), slope(h, h.sin(), b, by=by))
+    refused(RuntimeError, r"differentiates by args\[0\], which others of", lambda: fs.remat(slope)(h, h.sin(), b, by=0))
+
+
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 @pytest.mark.parametrize("remat", [False, True], ids=["P(remat=True)", "fs.remat"])
 def test_backward_hooks_in_a_stack_are_refused(register: str, remat: bool) -> None:

@@ -146,19 +146,20 @@ class RecomputedFunction:
     def _begin_graph(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return operands that require grad as the caller's do, by nodes that lead to those where plain autograd has them.
 
-        Those of the first root, such as a module's parameters, have another node: no gradient of arguments goes through that.
+        Those of the first root, such as a module's parameters, have one node, and each argument its own: a gradient by one of
+        them goes through no other.
         """
         out, given, end = list(xs), self._before.tensors, self._before.ends[1]
         flagged = [i for i, flag in enumerate(self._flags) if flag]
         with torch.enable_grad():
-            for some in ([i for i in flagged if i < end], [i for i in flagged if i >= end]):
+            for some in ([i for i in flagged if i < end], *([i] for i in flagged if i >= end)):
                 sources = [xs[i].detach().requires_grad_() if _torch.is_wrapped(given[i]) else given[i] for i in some]
                 for i, x in zip(some, sources and BeginGraph.apply(HANDED_ON.format(self.name), *sources), strict=True):
                     out[i] = x
                     _torch.add_gradient_hook(x, functools.partial(self._check_independent, i, flagged))
         return tuple(out)
 
-    def _check_independent(self, operand: int, flagged: Sequence[int], _: Tensor) -> None:
+    def _check_independent(self, operand: int, flagged: Sequence[int], _: Tensor | None) -> None:
         """Raise RuntimeError in a gradient by an operand, taken in the first run, that others are computed from outside."""
         if not (given := self._before.tensors):  # after it: the graph's own error says what to do
             return
