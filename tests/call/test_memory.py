@@ -263,19 +263,6 @@ def test_activations_go_with_the_step(way: str) -> None:
         assert (len(inside.refs), inside.alive()) == (3, 0)
 
 
-def test_what_user_code_holds_stays_readable() -> None:
-    """A parameter kept past its unit is an ordinary tensor: its buffer lives as long as it does, and is not gathered over."""
-    with net_of(2) as (model, spec):
-        kept: list[Tensor] = []
-        model.blocks[0].register_forward_hook(lambda m, *_: kept.append(m.in_proj.weight))
-        with Alive() as alive:
-            fs.grad(loss_of(model, spec, numbers(0, 0)))(fs.shard(model, spec))
-            assert len(alive.now()) == 1
-            kept[0].sum().item()
-            kept.clear()
-            assert alive.now() == []
-
-
 def step_and_forget(held: Held) -> None:
     """Takes a model, its shards and gradients, all out of scope."""
     model = Net(blocks=2)
@@ -475,12 +462,6 @@ def written(x: Tensor, scale: Tensor) -> Tensor:
 
 def read(x: Tensor, scale: Tensor) -> Tensor:
     return x.float() * scale.item()  # nor read this
-
-
-def blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    rows = nn.functional.pad(x, (0, -len(x) % 8)).view(-1, 8)
-    scale = rows.abs().amax(1).clamp(min=1e-12) / 127
-    return (rows / scale[:, None]).round().to(torch.int8), scale.to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("way", WAYS)

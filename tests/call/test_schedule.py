@@ -9,7 +9,6 @@ import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeVar
 from unittest import mock
@@ -320,25 +319,17 @@ def test_the_traced_order_wastes_nothing(order: str, prefetch: int) -> None:
                 assert there[after] < start < there[after + 1]
 
 
-@pytest.mark.parametrize("prefetch", AHEAD)
-def test_nested_units_are_ahead(prefetch: int) -> None:
+def test_nested_units_are_ahead() -> None:
     """The inner unit is gathered while the outer one computes, in either direction, and no unit twice."""
     with units_of(Nested()) as spec:
         assert fs.trace_order(Nested(), spec, numbers(0, 0)) == ("first", "first.inner", "last")
-        events = recorded(Nested(), spec, prefetch=prefetch)
-        forward = {
-            0: """gather first, there first, compute first, gather first.inner, there first.inner, compute first.inner
-                  compute first, gather last, there last, compute last""",
-            1: """gather first, there first, gather first.inner, compute first, there first.inner, gather last
-                  compute first.inner, compute first, there last, compute last""",
-            2: """gather first, there first, gather first.inner, gather last, compute first, there first.inner
-                  compute first.inner, compute first, there last, compute last""",
-        }
-        assert events.forward == lines(forward[prefetch])
+        events = recorded(Nested(), spec, prefetch=1)
+        assert events.forward == lines("""gather first, there first, gather first.inner, compute first, there first.inner
+            gather last, compute first.inner, compute first, there last, compute last""")
         assert gathered(events.backward) == Counter(["first", "first.inner"])
         again = [events.backward.index(f"{what} first") for what in ("gather", "there", "compute")]
         assert again == sorted(again)
-        assert (again[0] < events.backward.index("compute last")) == (prefetch > 0)
+        assert again[0] < events.backward.index("compute last")
 
 
 InnerLast = module_class(
@@ -647,111 +638,27 @@ def test_an_interrupted_backward_leaves_nothing(rank: int, p: P) -> None:
 
 
 # --- memory ---
-@dataclass
-class Moment:
-    """What is alive after an op: the units gathered, how many gradients are unreduced, and what runs."""
-
-    gathered: list[str]
-    unreduced: int
-    bytes: int
-    event: str
-    running: set[str]
-
-
 class Memory(OfUnits):
-    """Every moment of a step. A buffer is what it was last filled with: a gathered unit or a gradient to reduce."""
+    """After each op how many units are gathered, how many gradients unreduced, and the bytes of both.
 
-    def __init__(self, model: nn.Module, spec: fs.PartitionSpec) -> None:
+    A buffer is what it was last filled with: a gathered unit or a gradient to reduce.
+    """
+
+    def __init__(self, spec: fs.PartitionSpec) -> None:
         super().__init__(spec)
-        self.buffers: dict[int, tuple[weakref.ref[Any], str | None]] = {}
-        self.running = [""]
-        self.left: set[str] = set()  # until the next one is there
-        self.entered = False
-        for path in dict.fromkeys(unit.path for unit in spec if unit.path):
-            module = model.get_submodule(path)
-            module.register_forward_pre_hook(lambda *_, path=path: self.enter(path))
-            module.register_forward_hook(lambda *_: self.left.add(self.running.pop()))
-
-    def enter(self, path: str) -> None:
-        self.running.append(path)
-        self.entered = True
-
-    def fill(self, out: Tensor, unit: str | None) -> None:
-        self.buffers[out.untyped_storage()._cdata] = weakref.ref(out.untyped_storage()), unit
+        self.buffers: dict[int, tuple[weakref.ref[Any], bool]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        what, key = self.event(name, args)
-        if what == "gather":
-            self.fill(out, key)
-        elif what == "reduce":
-            self.fill(args[0], None)
-        elif name == "_chunk_cat" and self.now is self.backward:
-            self.fill(out, None)
-        elif what == "compute":
-            if self.entered:
-                self.left.clear()
-            self.entered = False
-        self.note(f"{what} {key}" if what else "")
+        what, _ = self.event(name, args)
+        if what in ("gather", "reduce") or (name == "_chunk_cat" and self.now is self.backward):
+            storage = (args[0] if what == "reduce" else out).untyped_storage()
+            self.buffers[storage._cdata] = weakref.ref(storage), what == "gather"
+        alive = [(storage.nbytes(), gathered) for ref, gathered in self.buffers.values() if (storage := ref()) is not None]
+        gathered = sum(gathered for _, gathered in alive)
+        self.now.append((gathered, len(alive) - gathered, sum(size for size, _ in alive)))
         return out
-
-    def note(self, event: str) -> None:
-        alive = [(storage.nbytes(), unit) for ref, unit in self.buffers.values() if (storage := ref()) is not None]
-        gathered = [unit for _, unit in alive if unit is not None]
-        total, running = sum(size for size, _ in alive), {*self.running, *self.left}
-        self.now.append(Moment(gathered, len(alive) - len(gathered), total, event, running))
-
-    def turn(self) -> None:
-        self.note("turn")
-        super().turn()
-
-
-MEMORY: dict[str, Callable[[], nn.Module]] = {
-    "blocks_alone": blocks_alone,
-    "Blocks": lambda: Blocks(6),
-    "Nested": Nested,
-    **{f"Order {order}": (lambda order=order: Order(order)) for order in ORDERS if order},
-}
-
-
-def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, prefetch: int, in_flight: int) -> Memory:
-    memory = step_in(Memory(model, spec), model, spec, way, prefetch=prefetch, in_flight=in_flight)
-    memory.note("end")
-    return memory
-
-
-@at_most(3)
-@each(traced=[False, True], prefetch=AHEAD, name=MEMORY)
-def test_only_the_next_units_are_gathered_besides_those_that_run(name: str, prefetch: int, traced: bool) -> None:
-    """At every moment, in either direction: the units that run (one that ended until the next begins) and ``prefetch`` more.
-
-    In forward no unit is there twice.
-    """
-    model = MEMORY[name]()
-    with units_of(model) as spec:
-        spec = spec.ordered(fs.trace_order(model, spec, numbers(0, 0))) if traced else spec
-        for way in WAYS:
-            memory = watched(copy.deepcopy(model), spec, way, prefetch, 1)
-            kept = memory.forward[-1].gathered
-            assert set(kept) <= {"", fs.trace_order(model, spec, numbers(0, 0))[-1]}
-            # in backward a unit runs from when the one before it has computed its last until its gradient is reduced
-            begun = set(kept)
-            for moment in memory.backward:
-                what, _, key = moment.event.partition(" ")
-                begun = begun | {key} if what == "compute" else begun - {key} if what == "reduce" else begun
-                moment.running = begun
-            following = ""
-            for moment in reversed(memory.backward):
-                if moment.event.startswith("compute "):
-                    following = moment.event.partition(" ")[2]
-                else:
-                    moment.running = moment.running | {following}
-            for moment in (*memory.forward, *memory.backward):
-                others = Counter(moment.gathered) - Counter(moment.running)
-                assert others.total() <= prefetch, (way, moment)
-            assert all(len(set(moment.gathered)) == len(moment.gathered) for moment in memory.forward)
-            assert (memory.backward[-1].gathered, memory.backward[-1].unreduced) == ([], 0)
 
 
 @every(in_flight=[1, 2], prefetch=AHEAD, same_sizes=[True, False])
@@ -760,11 +667,8 @@ def test_what_is_gathered_and_unreduced_together(same_sizes: bool, prefetch: int
     model = chain(7) if same_sizes else blocks_alone(7)
     with units_of(model) as spec:
         sizes = sorted(8 * spec.padded_numel(unit) for unit in spec)
-        memory = watched(model, spec, "backward", prefetch, in_flight)
-        most = prefetch + 1 + in_flight + 1
-        for moment in (*memory.forward, *memory.backward):
-            assert len(moment.gathered) <= prefetch + 1
-            assert moment.unreduced <= in_flight + 1
-            assert moment.bytes <= sum(sizes[-most:])
-        assert max(len(m.gathered) for m in memory.forward) == prefetch + 1
-        assert max(len(m.gathered) for m in memory.backward) == prefetch + 1
+        memory = step_in(Memory(spec), model, spec, "backward", prefetch=prefetch, in_flight=in_flight)
+        for moments in (memory.forward, memory.backward):
+            gathered, unreduced, alive = (max(some) for some in zip(*moments, strict=True))
+            assert (gathered, unreduced <= in_flight + 1) == (prefetch + 1, True)
+            assert alive <= sum(sizes[-(prefetch + in_flight + 2) :])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Mapping
 from operator import setitem
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,11 +40,7 @@ class Helper:
 # How a module holds a parameter, where that is, and what forward reads.
 HELD: dict[str, tuple[Callable[[Tensor], Any], str, Callable[[Any], Any]]] = {
     "a list": (lambda w: [w], "held[0]", lambda held: held[0]),
-    "a tuple": (lambda w: (0, w), "held[1]", lambda held: held[1]),
-    "a dict": (lambda w: {"w": w}, "held['w']", lambda held: held["w"]),
-    "a deque": (lambda w: deque([w]), "held[0]", lambda held: held[0]),
     "nested": (lambda w: {"a": [(1, w)]}, "held['a'][0][1]", lambda held: held["a"][0][1]),
-    "an object": (lambda w: SimpleNamespace(w=w), "held.w", lambda held: held.w),
     "a helper": (Helper, "held.weight", lambda held: held.weight),
 }
 
@@ -67,7 +61,7 @@ def setting(model: nn.Module, policy: str) -> tuple[fs.PartitionSpec, fs.Params,
     return spec, params, lambda p: fs.functional_call(model, p, (torch.ones(2, 4).double(),), spec=spec).sum()
 
 
-@at_most(12)
+@at_most(6)
 @every(policy=POLICIES, how=HELD)
 def test_parameters_that_are_held_elsewhere(how: str, policy: str) -> None:
     """By every way, in each call, and of a skeleton; afterwards all is as it was."""
@@ -84,25 +78,18 @@ def test_parameters_that_are_held_elsewhere(how: str, policy: str) -> None:
             assert use(one.held) is weight is one.linear.weight
 
 
-@every(policy=POLICIES, how=["memory", "cast", "product", "in a list"])
+@every(policy=POLICIES, how=["memory", "cast"])
 def test_what_was_computed_from_a_parameter(how: str, policy: str) -> None:
-    """A tensor in its memory, a view from before a cast, whose memory the parameter has left, and a product of it."""
-    model = Holds(lambda w: None, (lambda held: held[0]) if how == "in a list" else lambda held: held)
-    weight = model.linear.weight
-    held: Any = weight.view(4, 4)
-    if how == "cast":
-        model.float()
-        held = model.linear.weight.view(4, 4)
+    """A tensor in its memory, and a view from before a cast, whose memory the parameter has left."""
+    model = Holds(lambda w: None, lambda held: held)
+    if how == "memory":
+        vars(model)["held"] = model.linear.weight.data
+    else:
+        vars(model)["held"] = model.float().linear.weight.view(4, 4).double()
         model.double()
-        held = held.double()
-    elif how == "product":
-        held = weight * 2
-    elif how == "memory":
-        held = weight.data
-    vars(model)["held"] = [held] if how == "in a list" else held
     _, params, loss = setting(model, policy)
     for way in WAYS.keys() - {"fs.remat"}:  # its runs have no graph
-        with pytest.raises(RuntimeError, match=r"'held(\[0\])?' (is|was computed from) the model's own parameter"):
+        with pytest.raises(RuntimeError, match=r"'held' (is|was computed from) the model's own parameter"):
             WAYS[way](loss)(params)
 
 
@@ -117,7 +104,7 @@ def test_a_state_with_a_graph_is_no_error(policy: str) -> None:
     assert all(leaf.grad is not None for leaf in leaves.values())
 
 
-@at_most(8)
+@at_most(4)
 @every(policy=POLICIES, how=HELD)
 def test_what_is_held_and_not_read_is_no_error(how: str, policy: str) -> None:
     """Nor is what does not depend on values."""
@@ -207,23 +194,22 @@ def again(module: nn.Module, new: nn.Parameter) -> None:
 
 
 MADE_ANEW = "module Linear, which has parameters to train, is made in forward"
-REPLACED = "parameter 'linear.bias' is replaced in forward by a new nn.Parameter"
 
 MADE: Mapping[str, tuple[Callable[[Makes], Any], str]] = {
-    "parameter": (new("late", parameter), "parameter 'late' is made in forward"),
     "none before": (new("none", parameter), "parameter 'none' is made in forward"),
-    "in a submodule": (lambda m: new("late", parameter)(m.linear), "parameter 'linear.late' is made in forward"),
     "in a list": (lambda m: m.some.append(parameter())[0], "parameter 'some.0' is made in forward"),
     "module": (new("late", linear), MADE_ANEW),
     "of a leaf": (lambda m: new("late", linear)(m.linear), MADE_ANEW),
-    "over one": (over(lambda m, new: setattr(m, "bias", new)), REPLACED),
-    "registered over one": (over(lambda m, new: m.register_parameter("bias", new)), REPLACED),
+    "over one": (
+        over(lambda m, new: setattr(m, "bias", new)),
+        "parameter 'linear.bias' is replaced in forward by a new nn.Parameter",
+    ),
     "after del": (over(again), "parameter 'linear.bias' is made in forward"),
     "swapped": (over(lambda m, new: torch.utils.swap_tensors(m.bias, new)), "'linear.bias' of unit '.*' was changed in place"),
 }
 
 
-@at_most(13)
+@at_most(9)
 @every(policy=POLICIES, what=MADE)
 def test_parameters_that_forward_makes(what: str, policy: str) -> None:
     """They would be used, dropped with the call, made anew in the next one, and never trained."""
@@ -249,23 +235,16 @@ class Parts(nn.Module):
         return x
 
 
-OTHER, FROZEN = linear(), linear().requires_grad_(False)
 L = "module 'l' is replaced in forward, Linear by "
 CHANGED: Mapping[str, tuple[Callable[[Parts], Any], str]] = {
     "set": (lambda m: setattr(m, "l", linear()), L + "Linear: the call would compute without its parameters"),
-    "set to one of before": (lambda m: setattr(m, "l", OTHER), L + "Linear"),
-    "set to a frozen one": (lambda m: setattr(m, "l", FROZEN), L + "Linear"),
     "set to one without": (lambda m: setattr(m, "l", nn.Identity()), L + "Identity"),
-    "added": (lambda m: m.add_module("l", linear()), L + "Linear"),
-    "in a list": (lambda m: setitem(m.layers, 1, linear()), "module 'layers.1' is replaced in forward, Linear by Linear"),
     "with others": (
         lambda m: setattr(m, "layers", nn.ModuleList()),
         "'layers' is replaced in forward, ModuleList by ModuleList",
     ),
     "where none were": (lambda m: setitem(m.layers, 0, linear()), MADE_ANEW),
-    "appended": (lambda m: m.layers.append(linear()), MADE_ANEW),
     "deleted": (lambda m: delattr(m, "l"), L + "NoneType"),
-    "popped": (lambda m: m.layers.pop(1), "module 'layers.1' is replaced in forward, Linear by NoneType"),
 }
 
 
