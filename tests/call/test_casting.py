@@ -22,10 +22,9 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.utils import _apply_to_tensors
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from transformers import BatchEncoding
 
 import funshard as fs
-from funshard import Codec, P, Precision
+from funshard import P, Precision
 from funshard._call.casting import cast_back, cast_floats, wrap_in_casts
 from funshard._core.flow import Reduction, choose_division, divide_factors
 
@@ -105,7 +104,7 @@ def test_cast_floats_of_other_containers() -> None:
     assert cast_floats(Lazy, BF16) is Lazy
 
 
-@pytest.mark.parametrize("make", [UserDict, BatchEncoding, lambda d: SimpleNamespace(**d)])
+@pytest.mark.parametrize("make", [UserDict, lambda d: SimpleNamespace(**d)])
 def test_boxes_that_no_pytree_opens(make: Any) -> None:
     """Inputs and outputs in UserDict, as transformers' BatchEncoding is, and SimpleNamespace: cast, in copies."""
     ids = torch.arange(2)
@@ -141,13 +140,8 @@ def test_cast_around(param: torch.dtype | None, output: torch.dtype | None, give
 
 BOXES: list[Any] = [
     lambda x: x,
-    lambda x: [None, x],
     lambda x: {"i": torch.ones(2, dtype=torch.int64), "x": x},
-    lambda x: Data(3, x),
-    lambda x: Frozen(x, x),
     lambda x: pack_sequence([x]),
-    lambda x: UserDict(i=3, x=x),
-    lambda x: SimpleNamespace(x=x),
 ]
 
 
@@ -264,32 +258,12 @@ def test_what_is_no_floating_dtype(name: str, dtype: Any) -> None:
     refused(TypeError, rf"^Precision: {name}: expected a floating point dtype or None, got", lambda: Precision(**{name: dtype}))
 
 
-def identity(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tensors
-
-
-PRECISIONS = st.builds(
-    lambda restore, output, **rest: Precision(restore_outputs=restore, output=None if restore else output, **rest),
-    st.booleans(),
-    MAYBE,
-    param=MAYBE,
-    reduce=MAYBE,
-    cast_inputs=st.booleans(),
-    buffer=MAYBE,
-    codec=st.sampled_from([None, Codec(identity, torch.clone)]),
-)
-
-
-@given(PRECISIONS, PRECISIONS)
-def test_precision_is_a_value(a: Precision, b: Precision) -> None:
-    same = dataclasses.astuple(a) == dataclasses.astuple(b)
-    assert (a == b) == same
-    assert (hash(a) == hash(b)) == same
-    assert (P(precision=a) == P(precision=b)) == same
-    assert copy.deepcopy(a) == a
-    if a.codec is None:
-        assert pickle.loads(pickle.dumps(a)) == a
-        assert eval(repr(a), {"Precision": Precision, "torch": torch}) == a
+def test_precision_is_a_value() -> None:
+    """Equal, hashed, copied, pickled and printed by its fields, which nobody sets."""
+    a, b = Precision(param=BF16, reduce=F32, cast_inputs=False), Precision(param=BF16, buffer=F16, restore_outputs=True)
+    assert a == dataclasses.replace(a) == copy.deepcopy(a) == pickle.loads(pickle.dumps(a)) != b
+    assert (hash(a), P(precision=a)) == (hash(dataclasses.replace(a)), P(precision=dataclasses.replace(a)))
+    assert [eval(repr(one), {"Precision": Precision, "torch": torch}) for one in (a, b)] == [a, b]
     with pytest.raises(dataclasses.FrozenInstanceError):
         a.param = F32
 
