@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -15,12 +13,10 @@ import torch
 from collective_log import gathers, scatters, step, world
 from depth import at_most, each, mark_seldom, seldom
 from fuzz_cases import Case, mirrored, on_real_ranks
-from hosted import elsewhere
-from models import EXACT, module_class, refused
-from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
+from models import module_class, refused
+from parity import MAIN_WAYS, check_parity, next_token, numbers, tokens
 from peer_models import MLP, Block, Chunked, Net, Transformer
 from ranks import Pool, mesh_of, real_ranks
-from test_at_rest import CODECS, XS, Adapted, expected, model_of, quantized
 from test_memory import watched
 from torch import Tensor, nn
 
@@ -231,34 +227,6 @@ def test_every_order_of_its_modules(gloo2: Pool, order: str, transform: str, ps:
 def test_groups_of_several_dtypes(alone: Pool, case: Case) -> None:
     """Each module has those of the group's units that it has parameters in."""
     assert alone.run(mirrored, case) == [""]
-
-
-@real_ranks(2)
-def test_groups_in_host_memory(rank: int) -> None:
-    with elsewhere():
-        model = Net()
-        spec = by_group([MLP], size=2, p=P("shard", offload="params", remat=True))(model).bound
-        check_parity(rank, model, spec, steps=2)
-
-
-@each(checked=[False, True], p=[P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], name=CODECS, way=MAIN_WAYS)
-@real_ranks(2)
-def test_groups_at_rest_in_a_codec(rank: int, p: P, name: str, way: str, checked: bool) -> None:
-    """Values and gradients are the plain model's with the decoded weights, also inside of fs.check()."""
-    model, p = model_of(), dataclasses.replace(p, at_rest=CODECS[name])
-    spec = override(by_group([Adapted], p=p), fs.by_path({"": p}))(model).bound  # two layers with adapters, and a head
-    assert {unit.key: unit.at_rest is not None for unit in spec} == {"": True, "0+1": False, "0+1:frozen": True}
-    grads, losses = expected(model, CODECS[name], XS[:2])
-    trained, frozen = fs.partition(fs.shard(model, spec), spec)
-    loss = lambda p: (fs.functional_call(model, p | frozen, XS[rank], spec=spec) ** 2).mean()  # noqa: E731
-    with fs.check() if checked else contextlib.nullcontext():
-        got, value = WAYS[way](loss)(trained)
-        full = fs.unshard(trained | frozen, spec)
-    torch.testing.assert_close(value, losses[rank], **EXACT)
-    for key, g in fs.unshard(got, spec).items():
-        torch.testing.assert_close(g, grads[key], **EXACT)
-    for key, tensor in quantized(model, CODECS[name]).named_parameters():
-        assert torch.equal(full[key], tensor)
 
 
 # --- ranks that compare what they send ---

@@ -62,14 +62,11 @@ class Model(nn.Module):
         return self.head(x.to(self.head.weight.dtype))
 
 
-def make_model(dtype: torch.dtype = F64, *, tied: bool = False, frozen: bool = False) -> Model:
+def make_model(dtype: torch.dtype = F64, *, tied: bool = False) -> Model:
     torch.manual_seed(0)
     model = Model().to(dtype)
     if tied:
         model.blocks[1].norm = model.blocks[0].norm
-    if frozen:
-        model.blocks[0].requires_grad_(False)
-        model.blocks[1].norm.requires_grad_(False)
     return model
 
 
@@ -220,51 +217,34 @@ def test_simulated_ranks(sizes: dict[str, int], transform: str) -> None:
 
 
 # --- what a step has beside its gradient ---
-USUAL = ["accumulate shards", "accumulate full", "frozen", "create_graph", "vmap"]
-OPTIONS = [*USUAL, "update_in_backward", "per_sample_grads", "torch.compile"]
+OPTIONS: dict[str, Callable[..., fs.Params]] = {
+    "accumulate shards": lambda loss, shards, x, spec: fs.accumulate(loss, shards, x.split(2), spec=spec, reduce=2.0)[0],
+    "accumulate full": lambda loss, shards, x, spec: fs.accumulate(
+        loss, shards, x.split(2), spec=spec, keep="full", reduce=2.0
+    )[0],
+    "vmap": lambda loss, shards, x, spec: {
+        key: grads[0]
+        for key, grads in torch.vmap(torch.func.grad(loss), (0, None))({k: p[None] for k, p in shards.items()}, x).items()
+    },
+    "update_in_backward": lambda loss, shards, x, spec: subtracted(loss, shards, [x], spec)[0],
+    "per_sample_grads": lambda loss, shards, x, spec: fs.per_sample_grads(
+        lambda p, x: loss(p, x[None]), shards, (x,), spec=spec, clip=1e6, reduce=2.0
+    ),
+    "torch.compile": lambda loss, shards, x, spec: torch.compile(fs.grad(loss), fullgraph=True, backend="aot_eager")(shards, x),
+}
+"""Gradients of the sum over micro-batches or samples, of an ensemble of one, and of a compiled step."""
 
 
-@pytest.mark.parametrize("name", mark_seldom(OPTIONS, *USUAL))
+@pytest.mark.parametrize("name", mark_seldom(OPTIONS, "accumulate shards", "accumulate full", "vmap"))
 @real_ranks(2)
 def test_options_of_a_step(rank: int, name: str) -> None:
-    """Each beside the same on one rank without shards, or on shards of the whole model in one dtype."""
+    """Each beside the gradient on one rank without shards."""
     torch._dynamo.reset()
-    model = make_model(frozen=name == "frozen")
+    model = make_model()
     spec, full = units(P("shard", precision=KEEP))(model).on(meshes()), full_of(model)
-    shards, batch = fs.shard(full, spec), make_batch(rank)
     loss = lambda params, x: loss_of(model, spec, x, of=objective)(params)  # noqa: E731
-    expected = mean_over_ranks(torch.func.grad, model, F32, full, 2)
-    if name.startswith("accumulate"):
-        parts = list(batch.split(2))
-        grads, _ = fs.accumulate(loss, shards, parts, spec=spec, keep=name.split()[1], reduce=2 * 1.0)  # of the sum
-    elif name == "update_in_backward":
-        grads, _ = subtracted(loss, shards, [batch], spec)
-    elif name == "frozen":
-        trained, rest = fs.partition(shards, spec)
-        grads = fs.grad(lambda p: loss({**rest, **p}, batch))(trained)
-        expected = {key: expected[key] for key, p in model.named_parameters() if p.requires_grad}
-        got = fs.unshard({**{key: torch.zeros_like(x) for key, x in rest.items()}, **grads}, spec)
-        assert_close({key: got[key] for key in expected}, expected)
-        return
-    elif name == "create_graph":
-        leaves = {key: shard.detach().requires_grad_() for key, shard in shards.items()}
-        first = torch.autograd.grad(loss(leaves, batch), [*leaves.values()], create_graph=True)
-        second = torch.autograd.grad(first, [*leaves.values()], [shard.detach().cos() for shard in leaves.values()])
-        grads, expected = dict(zip(leaves, second, strict=True)), mean_over_ranks(penalty, model, F32, full, 2)
-    elif name == "vmap":  # an ensemble
-        many = {key: torch.stack([shard, 1.2 * shard]) for key, shard in shards.items()}
-        both = torch.func.vmap(torch.func.grad(loss), (0, None))(many, batch)
-        grads = {key: grad[0] for key, grad in both.items()}
-        larger = {key: 1.2 * p for key, p in full.items()}
-        second = fs.unshard({key: grad[1] for key, grad in both.items()}, spec)
-        assert_close(second, mean_over_ranks(torch.func.grad, model, F32, larger, 2))
-    elif name == "per_sample_grads":
-        grads = fs.per_sample_grads(lambda p, x: loss(p, x[None]), shards, (batch,), spec=spec, clip=1e6, reduce=2.0)
-    elif name == "torch.compile":
-        grads = torch.compile(fs.grad(loss), fullgraph=True, backend="aot_eager")(shards, batch)
-    else:
-        raise AssertionError(name)
-    assert_close(fs.unshard(grads, spec), expected)
+    grads = OPTIONS[name](loss, fs.shard(full, spec), make_batch(rank), spec)
+    assert_close(fs.unshard(grads, spec), mean_over_ranks(torch.func.grad, model, F32, full, 2))
 
 
 # --- what is sent, and planned ---
@@ -438,18 +418,13 @@ def test_a_unit_that_is_kept_as_a_whole_has_one_dtype() -> None:
 WIDTH, HIDDEN, TOKENS = 5, 12, 12
 
 
-class Layer(nn.Module):
-    """Parameters of which those in ``kept`` are in float64 where they are used, and the others in float32."""
+class Parallel(nn.Module):
+    """Columns, a gain for each of them, and rows over an axis; the gain of the input is on every rank.
+
+    Parameters of which those in ``kept`` are in float64 where they are used, and the others in float32.
+    """
 
     kept: tuple[str, ...] = ()
-
-    def assert_dtypes(self) -> None:
-        for name, p in self.named_parameters():
-            assert p.dtype == (F64 if name in self.kept else F32), name
-
-
-class Parallel(Layer):
-    """Columns, a gain for each of them, and rows over an axis; the gain of the input is on every rank."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -458,45 +433,25 @@ class Parallel(Layer):
         self.gain = nn.Parameter(torch.linspace(0.6, 1.4, HIDDEN // size))
 
     def forward(self, x: Tensor, axis: Axis | None) -> Tensor:
-        self.assert_dtypes()
+        for name, p in self.named_parameters():
+            assert p.dtype == (F64 if name in self.kept else F32), name
         h = (F.layer_norm(x.to(self.norm.dtype), (WIDTH,)) * self.norm).to(self.up.weight.dtype)
         h = F.linear(h, self.up.weight) + self.up.bias
         y = self.down((h.tanh() * self.gain).to(self.down.weight.dtype))
         return x + (fs.collectives.all_reduce(y, axis, reduce="sum") if axis else y).to(x.dtype)
 
 
-class Experts(Layer):
-    """A stack of matrices over an axis, each with a gain, for every rank's share of all tokens."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight, self.gain = nn.Parameter(torch.randn(6 // size, WIDTH, WIDTH)), nn.Parameter(torch.randn(6 // size, WIDTH))
-
-    def forward(self, x: Tensor, axis: Axis | None) -> Tensor:
-        self.assert_dtypes()
-        there = fs.collectives.all_to_all(x, axis) if axis else x
-        rows = there.view(axis.size if axis else 1, len(self.weight), -1, WIDTH)
-        y = torch.einsum("rekd,edf->rekf", rows, self.weight) * self.gain[:, None]
-        y = y.to(x.dtype).reshape(x.shape)
-        return x + (fs.collectives.all_to_all(y, axis) if axis else y).tanh()
-
-
-LAYERS: dict[str, tuple[type[Layer], str, Any, tuple[str, ...]]] = {
-    "columns": (Parallel, "tensor", {"*.up.*": 0, "*.gain": 0, "*.down.weight": 1}, ("gain", "norm")),
-    "rows": (Parallel, "tensor", {"*.up.*": 0, "*.gain": 0, "*.down.weight": 1}, ("down.weight", "up.bias")),
-    "experts": (Experts, "expert", 0, ("gain",)),
-}
-"""Layers, the axis of their pieces, the dimension of each, and which parameters are kept in float64."""
+KEPT = {"columns": ("gain", "norm"), "rows": ("down.weight", "up.bias")}
+"""Which parameters are kept in float64."""
 OF_LOCAL = strategies("shard", "keep", "remat", "replicated")
 
 
 class Chain(nn.Module):
     def __init__(self, name: str, size: int = 1) -> None:
         super().__init__()
-        layer, _, _, kept = LAYERS[name]
-        self.layers, self.head = nn.ModuleList(layer(size) for _ in range(2)), nn.Linear(WIDTH, 3)
+        self.layers, self.head = nn.ModuleList(Parallel(size) for _ in range(2)), nn.Linear(WIDTH, 3)
         for one in self.layers:
-            one.kept = kept
+            one.kept = KEPT[name]
         self.double()
 
     def forward(self, x: Tensor, axis: Axis | None = None) -> Tensor:
@@ -505,12 +460,11 @@ class Chain(nn.Module):
         return self.head(x.double())
 
 
-MESHES = {
-    "columns": [{"shard": 2, "tensor": 2}, {"tensor": 2, "shard": 2}],
-    "rows": [{"shard": 2, "tensor": 2}, {"replicate": 2, "tensor": 2, "shard": 1}],
-    "experts": [{"expert": 2, "shard": 2}, {"shard": 2, "expert": 2}],
-}
-ON_MESHES = [(name, sizes) for name, some in MESHES.items() for sizes in some]
+ON_MESHES: list[tuple[str, dict[str, int]]] = [
+    ("columns", {"shard": 2, "tensor": 2}),
+    ("columns", {"tensor": 2, "shard": 2}),
+    ("rows", {"replicate": 2, "tensor": 2, "shard": 1}),
+]
 
 
 @at_most(2)
@@ -519,11 +473,11 @@ ON_MESHES = [(name, sizes) for name, some in MESHES.items() for sizes in some]
 @real_ranks(4)
 def test_local_units(rank: int, name: str, sizes: dict[str, int], strategy: str, transform: str) -> None:
     """A rank's side of a model of pieces: the mean over ranks, on the whole model, with each parameter cast by hand."""
-    (_, axis, dims, kept), (ours, theirs), p = LAYERS[name], TRANSFORMS[transform], OF_LOCAL[strategy]
-    whole, model = Chain(name), Chain(name, sizes[axis])
+    kept, (ours, theirs), p = KEPT[name], TRANSFORMS[transform], OF_LOCAL[strategy]
+    whole, model = Chain(name), Chain(name, sizes["tensor"])
     full = {name: 0.9 * param.detach() for name, param in whole.named_parameters()}
     precision = Precision(param=F32, reduce=F64, keep={f"layers.*.{name}": F64 for name in kept})
-    inner = dataclasses.replace(p, precision=precision, local={axis: dims})
+    inner = dataclasses.replace(p, precision=precision, local={"tensor": {"*.up.*": 0, "*.gain": 0, "*.down.weight": 1}})
     spec = fs.by_path({"": p, "layers.*": inner})(model).on(mesh_of(**sizes))
     xs = torch.randn(*(1 if name == "tensor" else size for name, size in sizes.items()), TOKENS, WIDTH, dtype=F64)
     xs = xs.expand(*sizes.values(), TOKENS, WIDTH).reshape(-1, TOKENS, WIDTH).to(F32)  # "tensor" shares them
@@ -535,5 +489,5 @@ def test_local_units(rank: int, name: str, sizes: dict[str, int], strategy: str,
 
     found = [theirs(lambda full, x=x: loss(full, x))(full) for x in xs]
     expected = {name: torch.stack([tree[name] for tree in found]).mean(0) for name in full}
-    got = ours(loss_of(model, spec, xs[rank], spec.axis(axis), of=objective))(fs.shard(full, spec))
+    got = ours(loss_of(model, spec, xs[rank], spec.axis("tensor"), of=objective))(fs.shard(full, spec))
     assert_close(fs.unshard(got, spec), expected)

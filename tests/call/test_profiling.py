@@ -16,7 +16,6 @@ from collective_log import world
 from depth import seldom
 from models import module_class, refused
 from parity import loss_of, mean_square
-from ranks import real_ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -83,14 +82,6 @@ def test_stacks_of_transforms_and_checkpoints_have_ranges(tmp_path: Path) -> Non
     assert found["checkpoint plan"] == found["checkpoint write"] == found["checkpoint read"] == 1, found
 
 
-@real_ranks(2)
-def test_real_ranks(rank: int) -> None:
-    """All ranks have the same ranges, and the numbers do not change."""
-    p, policy, expected = RANGES["units"]
-    found = step(p, policy)
-    assert {name: found[name] for name in expected} == expected, found
-
-
 def test_a_profiler_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the private question of torch that `_torch.is_profiling` asks: without one there are no ranges."""
 
@@ -155,24 +146,6 @@ def test_info_names_the_spec_checkpoints_and_skipped_steps(tmp_path: Path) -> No
             "loss_scale: a step is skipped; its gradients were not finite at a scale of 8",
         )
     ]
-
-
-@pytest.mark.parametrize("way", ["init", "one rank", "read_safetensors"])
-def test_info_names_the_spec_however_parameters_come(tmp_path: Path, way: str) -> None:
-    pytest.importorskip("safetensors")
-    model = nn.Linear(4, 2)
-    plain = fs.policies.whole()(model)
-    checkpoint.export(tmp_path, fs.shard(model, plain), plain)
-    ways = {
-        "init": lambda spec: fs.init(nn.Linear(4, 2, device="meta"), spec, seed=0),
-        "one rank": lambda spec: fs.shard(dict(model.named_parameters()), spec, src=0),
-        "read_safetensors": lambda spec: checkpoint.read_safetensors(tmp_path, spec),
-    }
-    spec = fs.policies.whole()(model)
-    with logged(logging.INFO) as found:
-        ways[way](spec)
-    said = f"checkpoint.read_safetensors: {tmp_path} is read" if way == "read_safetensors" else f"sharded by {spec.bound!r}"
-    assert found == [(logging.INFO, said)]
 
 
 def test_debug_names_each_phase(capfd: pytest.CaptureFixture[str]) -> None:
