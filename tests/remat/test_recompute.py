@@ -608,37 +608,6 @@ def test_remat_inside_functional_call_is_refused(how: str) -> None:
     assert_close(grad("tensors"), want, **EXACT)
 
 
-class Forces(nn.Sequential):
-    """Energies and their gradients by the positions, as models of molecules have them."""
-
-    by = "torch.func"
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        energy = lambda x: super(Forces, self).forward(x).sum()  # noqa: E731
-        if self.by == "torch.func":
-            return torch.func.grad_and_value(energy)(input)[::-1]
-        with torch.enable_grad():
-            x = input.detach().requires_grad_()
-            return (value := energy(x)), torch.autograd.grad(value, x, create_graph=True)[0]
-
-
-@pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", remat=True)], ids=str)
-@pytest.mark.parametrize("way", [fs.grad, torch.func.grad], ids=["fs.grad", "torch.func.grad"])
-def test_energies_and_forces(p: fs.P, way: Callable[..., Any]) -> None:
-    """By torch.func.grad and, as the first run has a graph, by torch.autograd.grad."""
-    x = torch.linspace(-1, 1, 12).double().view(4, 3)
-    model = Forces(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    spec, params = shards_of(fs.policies.whole(p), model)
-
-    def total(out: tuple[Tensor, Tensor]) -> Tensor:
-        return out[0] + out[1].pow(2).sum()
-
-    expected = gradient(total(model(x)), dict(model.named_parameters()))
-    for by in ("torch.func", *["torch.autograd"] * p.remat):
-        model.by = by
-        assert_close(fs.unshard(way(loss_of(model, spec, x, of=total))(params), spec), expected)
-
-
 def test_a_gradient_by_one_argument_of_several() -> None:
     """Of what others of them are computed from it is refused by name; of any other it is exact."""
 

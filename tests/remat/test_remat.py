@@ -13,7 +13,6 @@ from collective_log import Collectives, gathers, scatters, world
 from depth import at_most, depth, each, every
 from gradient_cases import assert_shards_of_mean, cases, penalty
 from hypothesis import given, settings
-from models import module_class
 from parity import DERIVATIVES, gradient_of, loss_of, shards_of
 from test_memory import Alive, Curved, Held, no_collector
 from torch import Tensor, nn
@@ -340,34 +339,6 @@ def test_how_often_a_module_runs() -> None:
     assert counted_runs(fs.by_path({"0": again}), fs.grad) == 3
     with torch.no_grad():
         assert counted_runs(fs.by_type(Curved, p=again), lambda f: f) == 2
-
-
-def batch(self: Any, x: Tensor) -> Tensor:
-    self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-    return self.linear(self.drop(self.norm(x)))
-
-
-PARTS = {"norm": lambda: nn.BatchNorm1d(4), "drop": lambda: nn.Dropout(0.5), "linear": lambda: nn.Linear(4, 4)}
-Batch = module_class("Batch", lambda: {k: f() for k, f in PARTS.items()} | {"mean": nn.Buffer(torch.zeros(4))}, batch)
-"""A unit with statistics, a buffer that it replaces, and dropout."""
-
-
-def test_buffers_of_recomputed_modules() -> None:
-    """Statistics move once for a step, and random numbers are those of the first run, as without remat."""
-    results = []
-    for remat in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(Batch(), Batch())
-        buffers = {name: b.clone() for name, b in model.named_buffers()}
-        before = {name: vars(module).copy() for name, module in model.named_modules()}
-        grads = gradient_of(fs.by_type(Batch, p=fs.P(remat=remat)), model, torch.randn(5, 4), buffers=buffers)
-        assert before == {name: vars(module) for name, module in model.named_modules()}
-        assert buffers["0.norm.num_batches_tracked"] == 1
-        assert buffers["0.norm.running_mean"].any()
-        assert buffers["0.mean"].any()
-        assert not buffers["1.mean"].requires_grad
-        results.append((grads, buffers, torch.rand(2)))
-    assert_close(*results)
 
 
 def test_ignored_and_tied_parameters_have_gradients() -> None:

@@ -109,21 +109,18 @@ def block(w: Tensor) -> Tensor:
 
 RUN_ONCE: dict[str, tuple[Save, dict[str, int]]] = {
     "a name": ({"q"}, {"mm": 1}),
-    "two names": ({"q", "norm"}, {"mm": 1, "native_layer_norm": 1}),
     "attention by its name": ({"attn_out"}, {"bmm": 1}),
     "an operator": ({aten.mm.default}, {"mm": 3}),
     "operators with random numbers": (
         {aten.rand_like.default, aten.native_layer_norm.default},
         {"rand_like": 1, "native_layer_norm": 1},
     ),
-    "a function": (lambda op: op in (aten.mm.default, aten.bmm.default), {"mm": 3, "bmm": 2}),
-    "nothing": (lambda op: False, {}),
     "a policy": (torch_policy, {"mm": 3, "bmm": 2}),
     "a counting context_fn": (every_second, {"mm": 2, "bmm": 1}),
 }
 
 
-@at_most(6)
+@at_most(5)
 @every(way=WAYS, what=RUN_ONCE)
 def test_what_is_saved_runs_once(what: str, way: str) -> None:
     """Exactly these kernels fewer than with all computed again, and the same random numbers then and afterwards."""
@@ -150,21 +147,6 @@ def test_attention_that_makes_more_where_autograd_follows() -> None:
             fs.remat(f, save=save)(x).backward()
         assert kernels.ops["_scaled_dot_product_efficient_attention"] == 1
         assert kernels.ops["_scaled_dot_product_efficient_attention_backward"] == 1
-
-
-def test_random_numbers_of_what_is_not_run() -> None:
-    """A random operator between two others: each has the numbers that it had, at each way to save some of them."""
-
-    def draws(w: Tensor) -> Tensor:
-        dtypes, factors = (torch.float64, torch.float32, torch.float64), (w.sin(), w.cos(), w)
-        drawn = [fs.checkpoint_name(torch.rand_like(w, dtype=dtype), name) for name, dtype in zip("123", dtypes, strict=True)]
-        return sum(x * factor for x, factor in zip(drawn, factors, strict=True)).prod()
-
-    want, _ = counted("backward", draws)
-    for save in ({"1"}, {"2"}, {"3"}, {"1", "3"}, {"1", "2", "3"}, {aten.rand_like.default}):
-        got, ran = counted("backward", fs.remat(draws, save=save))
-        equal(got, want)
-        assert ran["rand_like"] == 6 - (3 if len(save) == 3 or aten.rand_like.default in save else len(save))
 
 
 def test_a_graph_that_is_kept_computes_again() -> None:
@@ -337,9 +319,7 @@ def test_what_is_saved_and_changed_is_computed_again() -> None:
 
 VIEWED: dict[str, Callable[[Tensor], Tensor]] = {
     "t_": lambda h: h.t_() * W,
-    "transpose_": lambda h: h.transpose_(0, 1) * W,
     "unsqueeze_": lambda h: h.unsqueeze_(0).sin().squeeze_(0).squeeze_(),
-    "twice": lambda h: h.t_().t_(),
     "einsum": lambda h: torch.einsum("ij,jk,k->i", h, W, W[0]),
     "vmap": lambda h: torch.vmap(lambda row: row @ W @ W[0])(h),
 }
