@@ -32,7 +32,6 @@ from test_gather_full import MESHES, ranks_of
 from test_gather_full import test_full_parameters_leave_and_enter as leave_and_enter
 from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 from worst import Misuse, watched
@@ -42,67 +41,8 @@ from funshard import P, _torch
 from funshard._call.schedule import GatheredUnit
 from funshard._core import ops as ops
 from funshard._wire.chain import BufferPool, CollectiveChain
-from funshard._wire.reductions import ReductionQueue
 
 OPS = torch.ops._c10d_functional
-
-
-# --- the process group itself ---
-def numbers(rank: int) -> Tensor:
-    return torch.arange(4.0) + 10 * rank
-
-
-@real_ranks(2, "worst")
-def test_every_collective(rank: int) -> None:
-    """Poison before the wait, and after it what torch documents."""
-    x, name = numbers(rank), dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
-    out = torch.zeros(8)
-    started = {
-        "sum": OPS.all_reduce(x, "sum", name),
-        "mean in place": OPS.all_reduce_(numbers(rank), "avg", name),
-        "from 1": OPS.broadcast(x, 1, name),
-        "gathered": OPS.all_gather_into_tensor(x, 2, name),
-        "into a buffer": OPS.all_gather_into_tensor_out(x, 2, name, out=out),
-        "scattered": OPS.reduce_scatter_tensor(x, "sum", 2, name),
-        "exchanged": OPS.all_to_all_single(x, [2, 2], [2, 2], name),
-        "in unequal parts": OPS.all_to_all_single(x, [1, 1] if rank == 0 else [3, 3], [1, 3], name),
-        "whole numbers": OPS.all_reduce(x.to(torch.int32), "sum", name),
-    }
-    early = {key: y.clone() for key, y in started.items()}
-    versions = {key: y._version for key, y in started.items()}
-    done = {key: OPS.wait_tensor(y) for key, y in started.items()}
-    assert {key: y._version for key, y in done.items()} == versions
-    assert torch.equal(out, done["into a buffer"])
-    assert {key: y.tolist() for key, y in done.items()} == {
-        "sum": [10, 12, 14, 16],
-        "mean in place": [5, 6, 7, 8],
-        "from 1": [10, 11, 12, 13],
-        "gathered": [0, 1, 2, 3, 10, 11, 12, 13],
-        "into a buffer": [0, 1, 2, 3, 10, 11, 12, 13],
-        "scattered": [[10, 12], [14, 16]][rank],
-        "exchanged": [[0, 1, 10, 11], [2, 3, 12, 13]][rank],
-        "in unequal parts": [[0, 10], [1, 2, 3, 11, 12, 13]][rank],
-        "whole numbers": [10, 12, 14, 16],
-    }
-    assert all(y.isnan().all() if y.is_floating_point() else (y == -1).all() for y in early.values())
-
-
-@real_ranks(2, "worst")
-def test_of_distributed(rank: int) -> None:
-    """What torch.distributed's own functions give, and those on a group of DeviceMesh's."""
-    x, rows = numbers(rank), [torch.zeros(4), torch.zeros(4)]
-    dist.gather(x, rows if rank == 0 else None, dst=0)
-    assert rank or torch.equal(torch.stack(rows), torch.stack([numbers(0), numbers(1)]))
-    dist.scatter(x, rows[::-1] if rank == 0 else None, src=0)
-    assert torch.equal(x, numbers(1 - rank))
-    dist.all_reduce(x, dist.ReduceOp.MAX)
-    dist.barrier()
-    assert torch.equal(x, numbers(1))
-    objects: list[object] = [None, None]
-    dist.all_gather_object(objects, {"rank": rank})
-    assert objects == [{"rank": 0}, {"rank": 1}]
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    assert [_torch.backend_name(mesh.get_group(i).group_name, torch.device("cpu")) for i in range(2)] == ["worst", "worst"]
 
 
 # --- mutants of funshard, each with an error that gloo would hide ---
@@ -139,19 +79,6 @@ def too_early(x: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def gradient_buffers_are_used_again_too_early() -> Iterator[None]:
-    split = ReductionQueue.reduce_split
-
-    def mutant(self: ReductionQueue, *args: Any) -> None:
-        split(self, *args)
-        self._buffers.give(self._unscattered[-1][1])
-
-    sole = mock.patch.object(_torch, "is_sole_holder", return_value=True)
-    with mock.patch.object(ReductionQueue, "reduce_split", mutant), sole:
-        yield
-
-
-@contextlib.contextmanager
 def gathered_buffers_are_used_again_too_early() -> Iterator[None]:
     take = BufferPool.take
 
@@ -182,7 +109,6 @@ MUTANTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]], s
     "nobody waits": (lambda: mock.patch.object(ops, "_wait", lambda x: x), "unit '1': all_gather .*nobody has waited for it"),
     "read too early": (lambda: mock.patch.object(ops, "_wait", too_early), "nan"),
     "dropped chains are forgotten": (lambda: mock.patch.object(CollectiveChain, "__del__", return_value=None), NOBODY),
-    "gradient buffers": (gradient_buffers_are_used_again_too_early, "unit '.': reduce_scatter .*an input was written"),
     "gathered buffers": (gathered_buffers_are_used_again_too_early, "unit '.': all_gather .*an output was written"),
     "shards": (shards_change_under_way, "unit '.?': all_gather .*an input was written"),
 }
@@ -202,15 +128,6 @@ def test_mutants_are_killed(rank: int, mutant: str) -> None:
     unheard = contextlib.nullcontext() if mutant == "read too early" else contextlib.suppress(AssertionError)
     with pytest.raises((Misuse, AssertionError), match=message), watched(), mutated(), unheard:
         step(rank, twice, model, prefetch=2, in_flight=2)
-
-
-@real_ranks(2, "worst")
-def test_another_order_is_found(rank: int) -> None:
-    """Ranks that gather ahead other numbers of units."""
-    model = network()
-    spec = fs.by_type(Layer)(model).bound
-    with pytest.raises(Misuse, match=r"different orders: rank 0: unit '.'"), watched():
-        step(rank, spec, model, prefetch=rank)
 
 
 # --- and funshard itself ---
