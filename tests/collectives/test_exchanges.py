@@ -85,17 +85,10 @@ CASES = {
     "ragged_all_to_all of numbers": Case(send_rows, lambda n: (ROWS,), sent_rows),
     "ragged_all_to_all and back": Case(send_back_rows, lambda n: (ROWS, 2), twice),
     "permute": Case(c.permute, lambda n: (3, 2), lambda xs: [*xs[-1:], *xs[:-1]]),
-    "permute back": Case(lambda x, a: c.permute(x, a, -1), lambda n: (2,), lambda xs: [*xs[1:], *xs[:1]]),
     "permute by two": Case(
         lambda x, a: c.permute(x, a, 2), lambda n: (), lambda xs: [xs[(r - 2) % len(xs)] for r in range(len(xs))]),
     "permute to the next": Case(
         lambda x, a: c.permute(x, a, perm=to_next(a.size)), lambda n: (2, 3), lambda xs: [torch.zeros_like(xs[0]), *xs[:-1]]),
-    "permute to the one before": Case(
-        lambda x, a: c.permute(x, a, perm=[(j, i) for i, j in to_next(a.size)]), lambda n: (2, 3),
-        lambda xs: [*xs[1:], torch.zeros_like(xs[0])]),
-    "permute from the last": Case(
-        lambda x, a: c.permute(x, a, perm=[(a.size - 1, 0)]), lambda n: (3,),
-        lambda xs: [xs[-1], *(torch.zeros_like(x) for x in xs[1:])]),
     "permute of nothing": Case(lambda x, a: c.permute(x, a), lambda n: (0, 2), lambda xs: [*xs[-1:], *xs[:-1]]),
     "all_to_all 0 0": Case(c.all_to_all, lambda n: (2 * n, 3), lambda xs: exchanged(xs, 0, 0)),
     "all_to_all 1 1": Case(
@@ -103,23 +96,15 @@ CASES = {
     "all_to_all 0 1": Case(lambda x, a: c.all_to_all(x, a, concat_dim=1), lambda n: (2 * n, 3), lambda xs: exchanged(xs, 0, 1)),
     "all_to_all 2 1": Case(
         lambda x, a: c.all_to_all(x, a, split_dim=2, concat_dim=1), lambda n: (2, 3, 2 * n), lambda xs: exchanged(xs, 2, 1)),
-    "all_to_all -3 -1": Case(
-        lambda x, a: c.all_to_all(x, a, split_dim=-3, concat_dim=-1), lambda n: (n, 1, 2), lambda xs: exchanged(xs, -3, -1)),
     "all_to_all of nothing": Case(
         lambda x, a: c.all_to_all(x, a, split_dim=1, concat_dim=0), lambda n: (2, 0, 3), lambda xs: exchanged(xs, 1, 0)),
     "gather_values 1": Case(
         lambda x, a: c.gather_values(x, a, dim=1), lambda n: (2, 3, 2), lambda xs: [torch.cat(xs, 1) for _ in xs]),
-    "gather_values -1": Case(
-        lambda x, a: c.gather_values(x, a, dim=-1), lambda n: (2, 3), lambda xs: [torch.cat(xs, -1) for _ in xs]),
     "gather_values of nothing": Case(
         lambda x, a: c.gather_values(x, a, dim=1), lambda n: (2, 0), lambda xs: [torch.cat(xs, 1) for _ in xs]),
-    "reduce_scatter 1": Case(
-        lambda x, a: c.reduce_scatter(x, a, reduce="sum", dim=1), lambda n: (3, 2 * n),
-        lambda xs: [*total(xs).chunk(len(xs), 1)]),
     "reduce_scatter -2": Case(
         lambda x, a: c.reduce_scatter(x, a, reduce="sum", dim=-2), lambda n: (1, n, 2),
         lambda xs: [*total(xs).chunk(len(xs), -2)]),
-    "all_reduce": Case(lambda x, a: c.all_reduce(x, a, reduce="sum"), lambda n: (3,), lambda xs: [total(xs) for _ in xs]),
 }  # fmt: skip
 
 
@@ -206,7 +191,7 @@ def test_simulated_ranks(name: str, n: int) -> None:
 
 
 ON_GROUPS = {
-    2: ["permute to the next", "all_to_all 2 1", "reduce_scatter 1", "gather_values -1", "ragged_all_to_all and back"],
+    2: ["permute to the next", "all_to_all 2 1", "reduce_scatter -2", "gather_values 1", "ragged_all_to_all and back"],
     4: [
         "ragged_all_to_all", "permute", "permute by two", "all_to_all 0 1", "all_to_all of nothing",
         "gather_values of nothing"],
@@ -334,7 +319,6 @@ SENT: dict[str, tuple[Callable[[int], tuple[Any, ...]], dict[str, Any], str]] = 
     "a matrix": (lambda r: (torch.ones(2, 2).int(),), {}, r"whole numbers of shape \[N\], got torch.int32 \[2, 2\]"),
     "of others": (lambda r: ([1, 3], [1, 1 + r]), {}, r"rank 0 sends 3 rows to rank 1, which expects 1: .*leave them out"),
     "no room": (lambda r: ([1, 3],), {"size": 5}, r"room for the 6 rows that rank 1 receives, got 5"),
-    "more than there are": (lambda r: ([1, 4],), {"size": 9}, r"send_counts: expected at most 4 rows together, got \[1, 4\]"),
     "too many expected": (lambda r: ([2, 2], [9, 9]), {"size": 9}, r"receive_counts: expected at most 9 rows together"),
 }
 
@@ -365,7 +349,6 @@ def test_wrong_counts_are_an_error_on_every_rank(rank: int) -> None:
     ("counts", "options", "match"),
     [
         (([1, 2],), {}, "expected size=, with room for what any rank receives"),
-        ((torch.tensor([1, 2]),), {}, "expected size="),
         (([1, 3],), {"size": 9}, "send_counts: expected at most 3 rows"),
         ((torch.tensor([1, 3]),), {"size": 9}, "at most 3 rows to send, at most 9 to receive"),
         ((torch.tensor([1, 2]),), {"size": 3}, "at most 3 to receive"),

@@ -1,6 +1,7 @@
 """Everything on a process group that is the worst case of NCCL's streams (worst.py): the routes that gloo does not take.
 
-``pytest --worst`` runs the other tests of real ranks on it as well; a few are about gloo's own routes and then fail.
+``pytest --worst`` runs the other tests of real ranks on it as well: compressors, averages, optimizers, compiled steps and full
+parameters. A few are about gloo's own routes and then fail.
 """
 
 from __future__ import annotations
@@ -14,22 +15,13 @@ from unittest import mock
 
 import pytest
 import ranks
-import test_averaging
-import test_compile
-import test_compress
-import test_loss_scale
 import test_matrix
-import test_optim
 import torch
 import torch.distributed as dist
-from depth import at_most, depth, each, mark_seldom, seldom, some
+from depth import at_most, depth, each, mark_seldom, some
 from models import module_class
 from parity import WAYS, loss_of, mean_square
 from ranks import Pool, real_ranks
-from test_compress import COMPRESSORS, steps
-from test_compress_law import reduced
-from test_gather_full import MESHES, ranks_of
-from test_gather_full import test_full_parameters_leave_and_enter as leave_and_enter
 from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -170,48 +162,3 @@ def test_what_overlaps(rank: int, layout: str) -> None:
     specs = {"one mesh": policy.on(mesh), "two": policy.on(mesh, reductions=second)}
     for which, prefetch, in_flight, way in some(itertools.product(specs, (0, 1, 2), (1, 2), ("backward", "torch.func")), 1):
         step(rank, specs[which], model, way, prefetch=prefetch, in_flight=in_flight)
-
-
-def compressed(rank: int, layout: str, name: str, size: int) -> tuple[list[fs.Params], Any]:
-    policy, sizes = test_compress.LAYOUTS[layout]
-    grads = ({n: g[rank] for n, g in test_compress.gradients(size, seed).items()} for seed in range(3))
-    return reduced(COMPRESSORS[name], policy(test_compress.MODEL).on(ranks.mesh_of(**sizes)), *grads)
-
-
-@pytest.mark.parametrize("layout", mark_seldom(["some", "four"], "some"))
-def test_compressors(worst2: Pool, worst4: Pool, layout: str) -> None:
-    pool, size = (worst2, 2) if layout == "some" else (worst4, 4)
-    names = [*COMPRESSORS]
-    for name in depth(names[size == 4 :: 2], names):
-        compressor = COMPRESSORS[name]
-        simulated = steps(compressor, layout, *(test_compress.gradients(size, seed) for seed in range(3)))
-        atol = 0.03 if "cast" in name else 1e-6
-        for rank, real in enumerate(pool.run(compressed, layout, name, size)):
-            one = torch.utils._pytree.tree_map(lambda x, rank=rank: x[rank], simulated)
-            assert_close(real, one, rtol=1e-6, atol=atol)
-
-
-TASKS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
-    "averaging": (4, test_averaging.test_averagers_on_real_ranks, ()),
-    "averaging, compiled": (2, test_averaging.test_compiled, ()),
-    "post-local SGD": (4, test_averaging.test_post_local_sgd, (None, ())),
-    "clip_by_global_norm": (2, test_optim.test_low_precision_grads, ()),
-    "loss_scale": (2, test_loss_scale.test_real_ranks_agree, (1,)),
-    "fs.compile": (2, test_compile.trained, (depth("mlp", "gpt"), "reshard", "aot_eager", "fixed")),
-    **depth(
-        {},
-        {
-            "fs.compile, replicated": (2, test_compile.trained, ("gpt", "replicate", "aot_eager", "fixed")),
-            "fs.compile, HSDP": (4, test_compile.trained, ("gpt", "hsdp", "aot_eager", "fixed")),
-        },
-    ),
-    **{f"gather_full, {mesh}": (ranks_of(mesh), leave_and_enter, (mesh,)) for mesh in sorted(MESHES)},
-}
-
-
-@seldom
-@pytest.mark.parametrize("task", TASKS)
-def test_other_tasks(worst2: Pool, worst4: Pool, task: str) -> None:
-    """What other tests have their ranks do."""
-    size, run, args = TASKS[task]
-    {2: worst2, 4: worst4}[size].run(run, *args)

@@ -14,10 +14,9 @@ from parity import normal
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.func import grad
-from torch.testing import assert_close
 
 import funshard as fs
-from funshard.collectives import Axis, Mesh, gather_slices, gather_values
+from funshard.collectives import Axis, Mesh, gather_values
 
 Gather = Callable[[Tensor, Axis], Tensor]
 
@@ -78,31 +77,6 @@ def test_contrastive_loss_on_real_ranks(rank: int, layout: str, way: str, sizes:
     """Of both orders. The rows of two axes, gathered over the inner one first, are in the order of the ranks."""
     spec = fs.by_type(nn.Linear, p=LAYOUTS[layout])(MODEL).on(mesh_of(**sizes))
     fs.testing.assert_exact(functools.partial(loss_of, way=way), MODEL, spec, (*batch(4), rank), order=2)
-
-
-@pytest.mark.parametrize(
-    ("gather", "reduce", "factor"), [(gather_values, "sum", 3.0), (gather_slices, "mean", 1 / 3), (gather_values, "mean", 1.0)]
-)
-def test_other_conventions(gather: Gather, reduce: str, factor: float) -> None:
-    """What the docstring says of sums of gradients, and of taking the gather that is made for shards; by torch.func.grad."""
-    full, (images, texts) = {name: p.detach() for name, p in MODEL.named_parameters()}, batch(3)
-
-    def rank(mesh: Mesh, *rows: Tensor) -> fs.Params:
-        spec = fs.by_type(nn.Linear)(MODEL).on(mesh)
-
-        def loss(params: fs.Params) -> Tensor:
-            both = fs.functional_call(MODEL, params, rows, spec=spec, reduce=reduce)
-            us, vs = (joined(x, mesh, gather) for x in both)
-            return contrast(us, vs, us, vs)
-
-        return fs.unshard(grad(loss)(fs.shard(full, spec)), spec)
-
-    def plain(full: fs.Params) -> Tensor:
-        us, vs = torch.func.functional_call(MODEL, full, (images.flatten(0, 1), texts.flatten(0, 1)))
-        return contrast(us, vs, us, vs)
-
-    expected = {key: factor * g.expand(3, *g.shape) for key, g in grad(plain)(full).items()}
-    assert_close(fs.testing.spmd(rank, 3)(images, texts), expected, rtol=1e-9, atol=1e-12)
 
 
 @real_ranks(2)
