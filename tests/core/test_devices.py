@@ -67,10 +67,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, backends: str, *, cuda: bool, curre
         ("cuda:nccl", True, "cuda"),
         (NCCL, False, None),
         ("cpu:gloo", True, None),
-        ("cpu:gloo", False, None),
         ("cpu:gloo,cuda:gloo", True, None),  # init_process_group("gloo"): tensors stay where they are
-        ("cpu:mpi,cuda:nccl", True, "cuda"),
-        ("cuda:nccl,cpu:gloo", True, "cuda"),
     ],
 )
 def test_the_device_type_of_the_world(

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import strategies
 import torch
-from cases import each_rank, stacked
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every
 from gradient_cases import agree, assert_shards_of_mean, assume_exact, calls, cases, inputs, mean_loss, models, penalty, values
@@ -180,36 +179,6 @@ def test_g7_schedules_and_specs_agree(both_cases: Any, exact: bool) -> None:
 def test_g8_sgd_steps_commute_with_sharding(case: Any, steps: int, exact: bool) -> None:
     """k steps on shards are the shards of k steps on the mean loss, uphill as in G3."""
     assert_shards_of_mean(case, lambda f, p, v: descended(f, p, steps, -1.0 if exact else 2**-6), exact=exact)
-
-
-@settings(max_examples=depth(4, 200))
-@given(cases(st.one_of(models(1), calls())), st.integers(1, 4))
-def test_g8_adamw_steps_commute_with_sharding(case: Any, steps: int) -> None:
-    """k steps of torch.optim.AdamW (foreach) on each rank's shards, unsharded, are k plain steps on the mean gradients."""
-    model, policy, sizes = case
-    options = {"lr": 2**-4, "weight_decay": 0.1, "eps": 0.01, "foreach": True}
-    xs = inputs(sizes, exact=False)
-    spec = policy(model).on(sizes)
-    full = values(model, exact=False)
-    ranks = each_rank(full, spec)
-    theirs = torch.optim.AdamW(full.values(), **options)
-    ours = [torch.optim.AdamW(shards.values(), **options) for shards in ranks]
-
-    def run(mesh: fs.collectives.Mesh, x: Tensor, shards: fs.Params) -> fs.Params:
-        here = policy(model).on(mesh)
-        return fs.grad(lambda p: fs.functional_call(model, p, x, spec=here) + penalty(p))(shards)
-
-    for _ in range(steps):
-        for k, g in grad(mean_loss(model, xs))({k: p.detach() for k, p in full.items()}).items():
-            full[k].grad = g
-        theirs.step()
-        grads = fs.testing.spmd(run, sizes)(xs, stacked(ranks))
-        for r, optimizer in enumerate(ours):
-            for k, shard in ranks[r].items():
-                shard.grad = grads[k][r].clone()
-            optimizer.step()
-    unsharded = fs.testing.spmd(lambda mesh, p: fs.unshard(p, policy(model).on(mesh)), sizes)(stacked(ranks))
-    agree(unsharded, {k: p.expand(math.prod(sizes.values()), *p.shape) for k, p in full.items()}, exact=False)
 
 
 def on_this_rank(rank: int, model: nn.Module, one: fs.PartitionSpec, two: fs.PartitionSpec) -> None:

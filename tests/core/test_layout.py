@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import funshard as fs
 from funshard import P
-from funshard._core.tree import NAMESPACE, natural_key
+from funshard._core.tree import NAMESPACE
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 LOW = [None, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
@@ -387,12 +387,6 @@ def test_identity_is_not_reused() -> None:
     """test_layer_by_layer_shard_no_false_positive: modules made and collected in turn are never taken for shared ones."""
     for _ in range(20):
         assert not any(p.aliases for p in fs.module_tree(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).all_params)
-
-
-@given(st.lists(st.integers(0, 200), min_size=2, max_size=4))
-def test_natural_order(numbers: list[int]) -> None:
-    """blocks.2 comes before blocks.10; the root before all below it is the caller's business."""
-    assert sorted((f"blocks.{i}.w" for i in numbers), key=natural_key) == [f"blocks.{i}.w" for i in sorted(numbers)]
 
 
 def test_what_is_no_tree() -> None:

@@ -282,7 +282,6 @@ def message(fn: object, *args: object, **kwargs: object) -> str:
 
 DIFFERENCES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
     "shape": (lambda m: m.__setitem__(1, nn.Linear(5, 7, bias=False)), r"'1\.bias' \[7\].*'1\.weight' \[7, 5\]"),
-    "dtype": (lambda m: m.bfloat16(), r"'0\.bias' \[5\] torch\.float32.*'0\.bias' \[5\] torch\.bfloat16"),
     "frozen": (lambda m: m[2].requires_grad_(False), r"'2\.bias' \[1\].*requires_grad=True.*requires_grad=False"),
     "policy": (lambda m: fs.policies.whole(), r"unit '0' P\('shard'\).*unit '' P\('shard'\)"),
     "ignored": (lambda m: fs.policies.ignoring(fs.by_type(nn.Linear), params=["1.bias"]), r"'1\.bias' \[7\].*'1\.weight'"),
@@ -312,12 +311,7 @@ def test_ranks_with_different_models(rank: int, what: str, flat: bool, odd: int)
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
-    "shape": (lambda m: m.__setitem__(1, nn.Linear(4, 7)), r"'1\.weight' of unit '1': expected shape \[7, 5\], got \[7, 4\]"),
     "dtype": (lambda m: m[1].bfloat16(), r"'1\.bias' of unit '1': expected torch\.float32, got torch\.bfloat16"),
-    "missing": (
-        lambda m: m.__setitem__(1, nn.Linear(5, 7, bias=False)),
-        r"'1\.bias' of unit '1' is missing: expected \[7\], got none",
-    ),
     "new": (
         lambda m: m[1].register_parameter("scale", nn.Parameter(torch.ones(7))),
         r"'1\.scale' is not in the spec: expected names such as",
@@ -412,7 +406,7 @@ def test_l6_reshard(rank: int) -> None:
 
 @real_ranks(4)
 def test_parts_of_the_tree(rank: int) -> None:
-    """What partition gives is gathered and resharded by itself, and differentiated: LoRA's trainable part."""
+    """What partition gives is gathered and resharded by itself: LoRA's trainable part, which test_peft_llama.py trains."""
     model, mesh = layers().double(), mesh_of(2, 2)
     model[1].requires_grad_(False)
     spec = fs.by_type(nn.Linear, p=P(("shard", "replicate")))(model).on(mesh)
@@ -425,15 +419,3 @@ def test_parts_of_the_tree(rank: int) -> None:
         for options in ({}, {"offload_to_cpu": True}, {"rank0_only": True}):
             same(fs.unshard(part, spec, **options), {} if rank and "rank0_only" in options else full)
         same(fs.reshard(part, spec, new), {key: s for key, s in fs.shard(model, new, rank=rank).items() if key in part})
-    trained, frozen = fs.partition(shards, spec)
-    xs = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-
-    def loss(part: Params) -> Tensor:
-        full = {**fs.unshard(part, spec), **fs.unshard(frozen, spec)}
-        return torch.func.functional_call(model, full, (xs[rank],)).pow(2).sum()
-
-    for grad in (fs.grad, torch.func.grad):
-        full = fs.unshard(grad(loss)(trained), spec)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        plain = torch.autograd.grad(model(xs).pow(2).sum() / 4, [*named.values()])
-        torch.testing.assert_close(full, dict(zip(named, plain, strict=True)), rtol=1e-9, atol=1e-9)

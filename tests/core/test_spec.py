@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import re
 from collections.abc import Mapping
 
 import pytest
@@ -171,22 +170,16 @@ def test_units_come_in_pre_order(case: tuple[nn.Module, Policy]) -> None:
     [
         (lambda: fs.P(("a", "b", "a")), ValueError, r"P: axis named twice in \('a', 'b', 'a'\): expected different mesh axes"),
         (lambda: fs.P("a", align=0), ValueError, r"P: expected align >= 1, got 0"),
-        (lambda: fs.P(3), TypeError, r"P: expected an axis name, a tuple of names or None, got 3"),
         (lambda: fs.P(["a"]), TypeError, r"P: expected an axis name, a tuple of names or None, got \['a'\]"),
         (lambda: fs.P(("a", 1)), TypeError, r"P: expected an axis name, a tuple of names or None, got \('a', 1\)"),
-        (lambda: fs.P("a", align="2"), TypeError, r"P: align: expected a whole number of elements, got '2'"),
         (lambda: fs.P("a", align=1.5), TypeError, r"P: align: expected a whole number of elements, got 1\.5"),
         (lambda: fs.P("a", align=True), TypeError, r"P: align: expected a whole number of elements, got True"),
         (lambda: fs.P("a", reshard=None), TypeError, r"P: reshard: expected True, False, or some of the axes .*, got None"),
         (lambda: fs.P("a", remat="False"), TypeError, r"P: remat: expected True or False, got 'False'"),
-        (lambda: fs.P("a", remat=1), TypeError, r"P: remat: expected True or False, got 1"),
-        (lambda: fs.P("a", local=0), TypeError, r"P: local: expected a dict such as .*, got 0"),
         (lambda: fs.P("a", local="b"), TypeError, r"P: local: expected a dict such as .*, got 'b'"),
-        (lambda: fs.P("a", precision=0), TypeError, r"P: precision: expected a Precision or None, got 0"),
         (lambda: fs.P("a", precision=fs.Remat()), TypeError, r"P: precision: expected a Precision or None, got Remat\(\)"),
         (lambda: fs.P("a", offload=True), TypeError, r"P: offload: expected 'activations' or 'params', .*, got True"),
         (lambda: fs.P("a", offload={1}), TypeError, r"P: offload: expected 'activations' or 'params', .*, got \{1\}"),
-        (lambda: fs.P("a", offload="cpu"), ValueError, r"P: offload: expected .*, a set of them or None, got 'cpu'"),
         (lambda: fs.P("a", offload={"params", "x"}), ValueError, r"P: offload: expected .*, got 'x'"),
         (lambda: fs.P(""), TypeError, r"P: expected an axis name, a tuple of names or None, got ''"),
         (lambda: fs.P(unit=""), TypeError, "P: unit: expected a label or None, got ''"),
@@ -201,14 +194,10 @@ def test_s5_wrong_p(make: object, error: type[Exception], message: str) -> None:
     ("mesh", "error", "message"),
     [
         ({"shard": 0}, ValueError, r"mesh axis 'shard': expected a size of at least 1, got 0"),
-        ({"replicate": 2, "shard": -1}, ValueError, r"mesh axis 'shard': expected a size of at least 1, got -1"),
         ({"shard": True}, TypeError, r"mesh axis 'shard': expected its size, got True"),
         ({"shard": 2.0}, TypeError, r"mesh axis 'shard': expected its size, got 2\.0"),
-        ({"shard": "2"}, TypeError, r"mesh axis 'shard': expected its size, got '2'"),
         ({2: 2}, TypeError, r"mesh: expected axis names, got 2"),
         (2, TypeError, r"mesh: expected a DeviceMesh, or axis names with sizes such as \{'shard': 2\}, got 2"),
-        ("shard", TypeError, r"mesh: expected a DeviceMesh, or axis names with sizes .*, got 'shard'"),
-        (None, TypeError, r"mesh: expected a DeviceMesh, or axis names with sizes .*, got None"),
     ],
 )
 def test_s5_wrong_meshes(mesh: object, error: type[Exception], message: str) -> None:
@@ -294,32 +283,7 @@ def test_str_of_a_spec_is_a_table() -> None:
         "layers.{0..31}  P('shard')      32 x 2  32 x 20  32 x 12         32 x 32\n"
         "total           shard=4             66      656      400           1,056"
     )
-
-
-@given(cases(), meshes())
-def test_every_unit_is_in_the_table(case: tuple[nn.Module, Policy], sizes: dict[str, int]) -> None:
-    """The rows' names, written out, are the keys of the units, each once, and their numbers add up to the totals."""
-    model, policy = case
-    spec = policy(model).on(sizes)
-    lines = str(spec).splitlines()
-    totals, keys = [0, 0], []
-    for line in lines[2 : lines.index(next(x for x in lines if x.startswith("total")))]:
-        name = line.split("  ")[0].strip()
-        names = expanded("" if name == "''" else name)
-        keys += names
-        padding, parameters = (cell.split(" x ")[-1] for cell in (re.split(r"  +", line)[-2], re.split(r"  +", line)[-4]))
-        totals = [totals[0] + len(names) * int(padding.replace(",", "")), totals[1] + len(names) * int(parameters)]
-    assert sorted(keys) == sorted(spec.by_key)
-    assert totals == [sum(spec.padded_numel(u) - u.numel for u in spec), sum(len(u.params) for u in spec)]
-
-
-def expanded(name: str) -> list[str]:
-    match = re.search(r"\{([^}]*)\}", name)
-    if match is None:
-        return [name]
-    ends = (run.split("..") for run in match[1].split(","))
-    values = [n for first, *last in ends for n in range(int(first), int(last[0] if last else first) + 1)]
-    return [out for n in values for out in expanded(name[: match.start()] + str(n) + name[match.end() :])]
+    assert "layers.{0..4,6..31}  P('shard')" in str(fs.by_path({"layers.*": fs.P("shard"), "layers.5": fs.P()})(model))
 
 
 def test_reprs_are_short() -> None:

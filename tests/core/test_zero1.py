@@ -147,13 +147,10 @@ def by_file(state: Any) -> Any:
 MADE: dict[str, Callable[[Any], Any]] = {
     "pytree": double,
     "optree": lambda state: optree.tree_map(lambda x: 2 * x, state),
-    "jvp": lambda state: torch.func.jvp(double, (state,), (state,))[1],
-    "vjp": lambda state: torch.func.vjp(double, state)[1](state)[0],
     "vmap": lambda state: pytree.tree_map(lambda x: x[0], torch.func.vmap(double)(pytree.tree_map(lambda x: x[None], state))),
     "torch.compile": torch.compile(double, fullgraph=True, backend="eager"),
     "pickle": lambda state: double(pickle.loads(pickle.dumps(state))),
     "torch.load": lambda state: double(by_file(state)),
-    "deepcopy": lambda state: double(copy.deepcopy(state)),
     "copy": lambda state: {key: copy.copy(x) for key, x in double(state).items()},
     "method": lambda state: {key: x.copy() for key, x in double(state).items()},
     "union": lambda state: {key: x | {"sum": 2 * x["sum"], "count": 2 * x["count"]} for key, x in state.items()},
