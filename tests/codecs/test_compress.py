@@ -204,9 +204,10 @@ def test_a_gradient_of_zeros_is_one_and_does_not_last(rank: int) -> None:
     assert_close(out[2], slices(mean(live, "some"), "some"))
 
 
-def test_drawn_numbers_are_normal_and_a_function_of_seed_and_step() -> None:
-    spec = fs.policies.whole()(nn.Linear(20000, 3, bias=False))
-    grads = {"weight": torch.randn(3, 20000, generator=torch.Generator().manual_seed(0))}
+def test_drawn_numbers_are_a_function_of_seed_and_step() -> None:
+    """And of nothing else; they are those of test_curvature.py::test_normal_numbers_are_normal."""
+    spec = fs.policies.whole()(nn.Linear(200, 3, bias=False))
+    grads = {"weight": torch.randn(3, 200, generator=torch.Generator().manual_seed(0))}
 
     def after(seed: int, count: int, warm_start: bool) -> Tensor:
         compressor = powersgd(1, seed=seed, warm_start=warm_start)
@@ -217,28 +218,10 @@ def test_drawn_numbers_are_normal_and_a_function_of_seed_and_step() -> None:
         return state.q["weight"]
 
     drawn = [after(seed, step, False) for seed in (0, 1, 2**32, -1) for step in range(3)]
-    for i, x in enumerate(drawn):
-        assert abs(float(x.mean())) < 4 / math.sqrt(20000)
-        assert abs(float(x.std()) - 1) < 4 / math.sqrt(2 * 20000)
-        assert abs(float((x.abs() < 0.6745).double().mean()) - 0.5) < 4 * 0.5 / math.sqrt(20000)
-        assert len(x.unique()) > 19900
-        for y in drawn[:i]:
-            assert abs(float(torch.corrcoef(torch.stack([x, y]).squeeze(-1))[0, 1])) < 4 / math.sqrt(20000)
+    assert torch.corrcoef(torch.cat(drawn, 1).T).fill_diagonal_(0).abs().max() < 0.3
     assert_close(after(0, 2, False), drawn[2], rtol=0, atol=0)
     assert_close(after(0, 0, True), drawn[0], rtol=0, atol=0)
     assert not torch.equal(after(0, 1, True), drawn[1])
-
-
-def test_warm_start_converges_to_the_best_approximation() -> None:
-    """Steps on one gradient are subspace iterations: they end at its truncated singular value decomposition."""
-    grads = gradients(3)
-    out, _ = steps(powersgd(2, min_compression_rate=0.5, error_feedback=False), "replicated", *[grads] * 60)
-    u, s, v = torch.linalg.svd(grads["0.weight"].mean(0), full_matrices=False)
-    best = (u[:, :2] * s[:2]) @ v[:2]
-    spec = LAYOUTS["replicated"][0](MODEL).on({"shard": 1})
-    first, last = (fs.unflatten({key: x[0] for key, x in out[i].items()}, spec)["0.weight"] for i in (0, -1))
-    assert_close(last, best, rtol=1e-3, atol=1e-3)
-    assert (first - best).abs().amax() > 0.1
 
 
 def test_some_units() -> None:
@@ -281,20 +264,6 @@ def test_memory_order_and_mixed_dtypes() -> None:
             shards, state = c.reduce(given, c.init(spec), spec)
             assert_close(shards, fs.flatten(given, spec), rtol=0.05, atol=0.05)
             assert [x.dtype for x in pytree.tree_leaves(state)] == [x.dtype for x in pytree.tree_leaves(c.init(spec))]
-
-
-def test_switch() -> None:
-    """The state counts; the one that waits does not move on."""
-    grads = [gradients(6, seed) for seed in range(4)]
-    out, state = steps(switch(2, exact(), exact("shard")), "hsdp", *grads)
-    for i, (shards, g) in enumerate(zip(out, grads, strict=True)):
-        assert_close(shards, slices(mean(g, "hsdp", None if i < 2 else ("shard",)), "hsdp"))
-    assert state[0].tolist() == 6 * [4]
-    out, state = steps(switch(3, exact(), powersgd(min_compression_rate=0.5)), "hsdp", *grads)
-    late, alone = steps(powersgd(min_compression_rate=0.5), "hsdp", grads[3])
-    assert_close(out[:3], [slices(mean(g, "hsdp"), "hsdp") for g in grads[:3]])
-    assert_close(out[3:], late)
-    assert_close(state[2], alone)
 
 
 def test_powersgd_reads_no_values() -> None:

@@ -297,7 +297,7 @@ def check_beside_ddp(rank: int, kind: str, options: dict[str, Any], split: bool)
         if kind == "powersgd" and step >= START and (step == START or not options.get("warm_start", True)):
             passed = started_like_torch(passed, seen, [(n, want[n]) for n in order])
         shards, passed = ours.reduce(grads, passed, spec)
-        rough = 1e-4 if options.get("epsilon") else 1e-8 if kind == "powersgd" else 1e-9  # which makes columns a little shorter
+        rough = 1e-8 if kind == "powersgd" else 1e-9
         atol = rough * max(float(g.abs().amax()) for g in want.values())
         want = fs.shard(want, spec, rank=rank) if kind == "noop" else fs.shard(want, spec, check_values=kind != "post local")
         assert_close(shards, want, rtol=rough, atol=atol, msg=lambda m, step=step: f"step {step}: {m}")
@@ -323,15 +323,12 @@ def started_like_torch(passed: Any, seen: list[Tensor], bucket: list[tuple[str, 
 
 
 def power(options: dict[str, Any]) -> tuple[Any, Any, Compressor[Any]]:
-    own = dict(options)
-    epsilon = own.pop("epsilon", 0)
     named = {"rank": "matrix_approximation_rank", "error_feedback": "use_error_feedback"}
     defaults = {"rank": 1, "min_compression_rate": 2, "error_feedback": True, "warm_start": True}
-    of_torch: Any = {named.get(name, name): own.get(name, value) for name, value in defaults.items()}
-    of_torch |= {"orthogonalization_epsilon": epsilon, "batch_tensors_with_same_shape": own.pop("same_shape", False)}
-    state = power_hook.PowerSGDState(None, start_powerSGD_iter=START, **of_torch)
-    theirs = power_hook.batched_powerSGD_hook if own.get("batched") else power_hook.powerSGD_hook
-    ours: Compressor[Any] = switch(START, exact(), powersgd(**own))
+    of_torch: Any = {named.get(name, name): options.get(name, value) for name, value in defaults.items()}
+    state = power_hook.PowerSGDState(None, start_powerSGD_iter=START, orthogonalization_epsilon=0, **of_torch)
+    theirs = power_hook.batched_powerSGD_hook if options.get("batched") else power_hook.powerSGD_hook
+    ours: Compressor[Any] = switch(START, exact(), powersgd(**options))
     return theirs, state, ours
 
 
@@ -358,19 +355,15 @@ def test_is_ddps_hook(rank: int, kind: str, split: bool) -> None:
 POWER: dict[str, dict[str, Any]] = {
     "rank 1": {},
     "rank 2": {"rank": 2, "min_compression_rate": 1.0},
-    "rank 3": {"rank": 3, "min_compression_rate": 0.5},
     "no error": {"rank": 2, "min_compression_rate": 1.0, "error_feedback": False},
     "cold": {"rank": 2, "min_compression_rate": 1.0, "warm_start": False},
-    "neither": {"rank": 3, "min_compression_rate": 0.5, "warm_start": False, "error_feedback": False},
-    "epsilon": {"epsilon": 1e-8},
     "batched": {"rank": 2, "batched": True},
     "batched, cold": {"rank": 3, "min_compression_rate": 1.0, "batched": True, "warm_start": False},
-    "same shape": {"rank": 2, "min_compression_rate": 1.0, "same_shape": True},
 }
 
 
 @at_most(3)
-@each(split=[False, True], name=mark_seldom(POWER, *[*POWER][:8]))
+@each(split=[False, True], name=POWER)
 @real_ranks(2)
 def test_powersgd_is_ddps_hook(rank: int, name: str, split: bool) -> None:
     """Eight steps, from torch's own random numbers."""
