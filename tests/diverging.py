@@ -1,13 +1,12 @@
 """Steps in which one rank does something else than the others, by name: `CASES`. As a script, it runs one on real ranks.
 
-    diverging.py CASE check|plain
+    diverging.py CASE
 
 Every rank prints a line: its error, or that it has ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import time
@@ -27,8 +26,6 @@ LIMIT = 20.0
 """Seconds within which every rank has its error with the check."""
 LIMITS = {"a_recompiling_rank": 4.0}
 """Other limits, by case."""
-PLAIN_LIMIT = 4.0
-"""The timeout of the process group without the check."""
 
 
 class Model(nn.Module):
@@ -159,14 +156,14 @@ CASES: Mapping[str, Callable[[bool], None]] = {
 """By name, what a rank does; the argument says whether this rank is the one that differs: the last."""
 
 
-def run(case: str, *, checked: bool) -> tuple[str, float]:
-    """Run a case. Return this rank's error, or "ended", with its warnings, and the seconds that it took."""
+def run(case: str) -> tuple[str, float]:
+    """Run a case within the check. Return this rank's error, or "ended", with its warnings, and the seconds that it took."""
     is_other = dist.get_rank() == dist.get_world_size() - 1
     begin = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            with fs.check(LIMITS.get(case, LIMIT)) if checked else contextlib.nullcontext():
+            with fs.check(LIMITS.get(case, LIMIT)):
                 CASES[case](is_other)
             text = "ended"
         except Exception as error:
@@ -176,10 +173,7 @@ def run(case: str, *, checked: bool) -> tuple[str, float]:
 
 
 if __name__ == "__main__":
-    case, how = sys.argv[1:]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PLAIN_LIMIT))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
     rank = dist.get_rank()
-    text, seconds = run(case, checked=how == "check")
+    text, seconds = run(sys.argv[1])
     print(f"\nrank {rank} after {seconds:.1f} s: {text}", flush=True)  # warnings of torch may end without a line break
-    if how == "plain" and text == "ended":
-        time.sleep(PLAIN_LIMIT + 2)  # it goes on with something else: the end of a process is an error to the others

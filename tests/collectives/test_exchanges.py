@@ -11,7 +11,7 @@ import torch.distributed as dist
 from collective_log import Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
 from models import refused
-from ranks import mesh_of, real_ranks
+from ranks import real_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp, vjp, vmap
@@ -231,51 +231,6 @@ def test_dtypes(rank: int) -> None:
             as_bytes = [t.contiguous().view(-1).view(torch.uint8) for t in (x, y)]  # no operator compares some dtypes
             assert torch.equal(*as_bytes), f"{dtype}: expected {y}, got {x}"
             assert x.shape == y.shape
-
-
-def over_each(mesh: Mesh, x: Tensor) -> list[Tensor]:
-    a, b = mesh["a"], mesh["b"]
-    exchanged = [c.permute(x, a), c.permute(x, b, perm=[(1, 0)]), c.all_to_all(x, a)]
-    return [*exchanged, c.gather_slices(x[:1], a), c.gather_slices(x[:1], b)]
-
-
-@real_ranks(4)
-def test_axes_are_independent(rank: int) -> None:
-    """Over one axis of a mesh ranks are counted on it, and the other one's do not mix."""
-    x = torch.tensor([[float(rank), 10.0 + rank] for rank in range(4)])
-    simulated = fs.testing.spmd(over_each, {"a": 2, "b": 2})(x)
-    assert simulated[0][:, 0].tolist() == [2, 3, 0, 1]
-    assert simulated[1][:, 0].tolist() == [1, 0, 3, 0]
-    assert simulated[3].tolist() == [[0, 2], [1, 3]] * 2
-    assert simulated[4].tolist() == [[0, 1]] * 2 + [[2, 3]] * 2
-    for got, want in zip(over_each(Mesh.of(mesh_of(a=2, b=2)), x[rank]), simulated, strict=True):
-        assert torch.equal(got, want[rank])
-
-
-def ring(mesh: Mesh, x: Tensor) -> Tensor:
-    """A loss that has each collective, and its gradients' norm."""
-    axis = mesh["shard"]
-
-    def f(x: Tensor) -> Tensor:
-        y = c.permute(x, axis) * c.permute(x, axis, perm=[(0, 1)]).cos() + c.permute(x, axis, 0)
-        y = c.all_to_all(y * x, axis, concat_dim=1)
-        y = c.gather_values(y.sin(), axis, dim=1) + c.all_reduce(y, axis, reduce="sum").repeat(1, axis.size)
-        return (c.reduce_scatter(y, axis, reduce="sum", dim=1) ** 3).sum()
-
-    return grad(lambda x: f(x) + (grad(f)(x) ** 2).sum())(x)
-
-
-@seldom
-@real_ranks(2)
-def test_compiled(rank: int) -> None:
-    """One graph, by torch.compile and by make_fx, has the second derivatives of eager ranks and of simulated ones."""
-    mesh, xs = Mesh.world(), torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x, run = xs[rank], lambda x: ring(mesh, x)
-    torch._dynamo.reset()
-    whole, graph = torch.compile(run, fullgraph=True, backend="aot_eager"), make_fx(run)(x)
-    assert_close(run(x), fs.testing.spmd(ring, 2)(xs)[rank], rtol=1e-9, atol=1e-9)
-    assert_close(whole(x), run(x), rtol=1e-12, atol=1e-12)
-    assert_close(graph(x.cos()), run(x.cos()), rtol=1e-12, atol=1e-12)
 
 
 def test_bytes() -> None:

@@ -343,35 +343,6 @@ def test_optree_sees_parameters_as_leaves(model: nn.Module) -> None:
     assert [n.module for n in numels.nodes()] == list(model.modules())
 
 
-@given(MODELS, st.data())
-def test_dominators_are_on_every_way(model: nn.Module, data: st.DataObject) -> None:
-    """The modules without which the parameter or module could not be reached, outermost first."""
-    tree = fs.module_tree(model)
-    items = [*tree.all_params, *(node for node in tree.nodes() if node.path)]
-    for item in items[:8]:
-        ways = [["", *(".".join(parts[:i]) for i in range(1, len(parts)))] for parts in (n.split(".") for n in item.names)]
-        modules_on = [{model.get_submodule(path) for path in way} for way in ways]
-        dominators = tree.dominators(item)
-        assert {model.get_submodule(path) for path in dominators} == set.intersection(*modules_on)
-        assert dominators[0] == ""
-        assert list(dominators) == sorted(dominators, key=len)
-
-
-@given(MODELS, st.data())
-def test_without_takes_whole_subtrees(model: nn.Module, data: st.DataObject) -> None:
-    """What is below a chosen module goes from everywhere, shared modules and tied parameters too; nothing else goes."""
-    tree = fs.module_tree(model)
-    path = data.draw(st.sampled_from(sorted(tree.canonical)))
-    chosen = model.get_submodule(path)
-    rest = tree.without(lambda node: node.module is chosen, lambda param: False)
-    gone = {param.name for param in tree.all_params if any(p is model.get_parameter(param.name) for p in chosen.parameters())}
-    assert set(rest.ignored) == gone
-    assert {p.name for p in rest.all_params} == {p.name for p in tree.all_params} - gone
-    below = set(chosen.modules()) - {model}
-    assert [node.module for node in rest.nodes()] == [m for m in model.modules() if m not in below]
-    assert fs.policies.always()(rest).ignored == rest.ignored
-
-
 def test_a16_ignoring_the_second_home_of_a_shared_module() -> None:
     """Whichever of its parents is ignored, a shared module is ignored: the other one needs no synchronisation of it."""
     shared = nn.Linear(2, 2)

@@ -7,7 +7,6 @@ policies and meshes of simulated ranks, and two real ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -192,23 +191,6 @@ def test_laws_on_real_ranks(gloo2: Pool, name: str, data: st.DataObject) -> None
 def test_hvp_is_shards_of_the_mean_hessian_times_the_vector(case: Case, exact: bool) -> None:
     """The reference is a gradient of a gradient; bit by bit on whole numbers."""
     assert_shards_of_mean(case, lambda f, p, v: fs.hvp(f, p, v), by_reverse, exact=exact)
-
-
-@given(case=cases())
-def test_inner_products_of_shards(case: Case) -> None:
-    """Slices add up, what is replicated counts once, on whole numbers; and the gradient of t.t is 2t, sharded."""
-    model, policy, sizes = case
-    t, v = (values(model, seed) for seed in (0, 1))
-
-    def run(mesh: Mesh, _: Tensor) -> tuple[Tensor, fs.Params, fs.Params]:
-        spec = policy(model).on(mesh)
-        p, dot = fs.shard(t, spec), dot_of(spec)
-        return dot(p, fs.shard(v, spec)), fs.grad(lambda p: dot(p, p))(p), {k: 2 * x for k, x in p.items()}
-
-    ranks = math.prod(sizes.values())
-    products, gradient, twice = fs.testing.spmd(run, sizes)(torch.zeros(ranks))
-    assert products.tolist() == [float(plain_dot(t, v))] * ranks
-    agree(gradient, twice)
 
 
 Convex = module_class(
