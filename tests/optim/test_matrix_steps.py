@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import matrix_peers as peers
@@ -12,8 +12,8 @@ import pytest
 import torch
 from depth import at_most, depth, each, seldom
 from models import of_transformers, refused
-from parity import shards_of, squared_loss, step_with, strategies
-from ranks import Pool, mesh_of, real_ranks
+from parity import shards_of, squared_loss, step_with
+from ranks import mesh_of, real_ranks
 from test_by_matrix import ALONE as ON_ONE
 from test_by_matrix import GRADS, MODEL, PARAMS, REST, WANTED, collect, matrices_on, spec_on
 from torch import Tensor, nn
@@ -312,17 +312,13 @@ def test_what_does_not_fit() -> None:
     ]
     for call, match in bad:
         refused(ValueError, match, call)
-    for make in (fs.optim.muon, fs.optim.shampoo, fs.optim.soap):
-        init, update = make(known)
-        state = init(params)
-        of = state[key]
-        cut = of._replace(slices={slot: x[1:] for slot, x in of.slices.items()})
-        lost = of._replace(owned={n: {slot: x.new_empty(0) for slot, x in some.items()} for n, some in of.owned.items()})
-        wrongs = [(cut, "is it of another spec or mesh")] if of.slices else []
-        wrongs += [(lost, "expected the shapes")] if any(of.owned.values()) else []
-        assert wrongs
-        for wrong, match in wrongs:
-            refused(ValueError, match, lambda: update(params, {**state, key: wrong}, params))
+    init, update = fs.optim.soap(known)
+    state = init(params)
+    of = state[key]
+    cut = of._replace(slices={slot: x[1:] for slot, x in of.slices.items()})
+    lost = of._replace(owned={n: {slot: x.new_empty(0) for slot, x in some.items()} for n, some in of.owned.items()})
+    for wrong, match in ((cut, "is it of another spec or mesh"), (lost, "expected the shapes")):
+        refused(ValueError, match, lambda: update(params, {**state, key: wrong}, params))
     experts = nn.Module()
     experts.weight = nn.Parameter(torch.ones(2, 3, 2, 2))
     of_four = fs.optim.matrices(fs.policies.whole()(experts).on(ALONE), select=lambda n, p: True)
@@ -333,31 +329,6 @@ def test_what_does_not_fit() -> None:
 
 
 # --- in training: derivatives, updates in backward, compilation, models of transformers ---
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_derivatives_of_a_step() -> None:
-    """Of a loss after it, with respect to params, gradients and the learning rate: those of the plain step."""
-    want = derivatives(ON_ONE)
-    for sizes in ({"shard": 2}, {"replicate": 2, "shard": 2}):
-        ranks = torch.Size(sizes.values()).numel()
-        got = fs.testing.spmd(lambda mesh, _: derivatives(spec_on(mesh, "shard")), sizes)(torch.zeros(ranks))
-        for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
-            assert_close(a, b.expand(ranks, *b.shape), rtol=1e-9, atol=1e-9)
-
-
-def derivatives(spec: fs.PartitionSpec) -> Any:
-    """Full trees, and the learning rate's, which every rank has whole."""
-    init, update = fs.optim.muon(matrices_on(spec, "muon"), dtype=torch.float64)
-    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
-    state = init(params)
-
-    def loss(params: fs.Params, grads: fs.Params, lr: Tensor) -> Tensor:
-        new, _ = update(grads, state, params, lr=lr, fallback_lr=0.1)
-        return sum((new[key] ** 2).sum() for key in new if spec.by_key[key].params)  # pyright: ignore[reportReturnType]
-
-    of_params, of_grads, of_lr = torch.func.grad(loss, argnums=(0, 1, 2))(params, grads, torch.tensor(0.1).double())
-    return fs.unshard(of_params, spec), fs.unshard(of_grads, spec), of_lr
-
-
 def of_your_own(mesh: Any, axis: str | None, what: str) -> Any:
     """Of two steps: derivatives with respect to the first one's gradients, or new parameters for a batch of two of these;
     of one step the derivative with respect to its learning rate, which owners alone compute with, and its tangents."""
@@ -418,59 +389,6 @@ def test_in_backward(rank: int, donate: bool) -> None:
         got = fs.update_in_backward(inside, lambda p, _: loss(p), params, state, [x], spec=spec)
         assert_close((got.params, got.state), want, rtol=1e-9, atol=1e-9)
         params, state = got.params, got.state
-
-
-STRATEGIES = strategies(
-    *("shard", "keep", "remat", "replicated"),
-    bfloat16=P("shard", precision=fs.Precision(param=torch.bfloat16)),
-    offload=P("shard", offload="params"),
-)
-
-
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
-    return nn.Sequential(nn.Embedding(7, 4), *blocks, nn.Linear(4, 7)).double()
-
-
-def by_a_loss(rank: int, ranks: int, strategy: str, donate: bool) -> tuple[fs.Params, list[fs.Params]]:
-    """Full parameters after three steps with clipped gradients of a loss, and those gradients."""
-    model = small()
-    spec = fs.by_type(nn.Sequential, p=STRATEGIES[strategy])(model).on(mesh_of(ranks))
-    known = fs.optim.matrices(spec, select=fs.optim.hidden(model, "4"))
-    init, update = fs.optim.muon(known, dtype=torch.float64, lr=0.05, weight_decay=0.1, donate=donate)
-    params = fs.shard(model, spec)
-    state, seen = init(params), []
-    x = torch.randint(7, (4, 3), generator=torch.Generator().manual_seed(rank))
-
-    def loss(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (x,), spec=spec).double().logsumexp(-1).mean()
-
-    for _ in range(3):
-        grads, _ = fs.optim.clip_by_global_norm(fs.grad(loss)(params), spec, 0.5)
-        seen.append(fs.unshard(grads, spec))
-        params, state = update(grads, state, params)
-    return fs.unshard(params, spec), seen
-
-
-@pytest.fixture(scope="module")
-def gloo3() -> Iterator[Pool]:
-    """Three real ranks, which no matrix and no unit is a multiple of."""
-    pool = Pool(3)
-    yield pool
-    pool.stop()
-
-
-@at_most(1)
-@each(strategy=STRATEGIES, ranks=[2, 3], donate=[False, True])
-def test_steps_of_a_loss(gloo2: Pool, gloo3: Pool, strategy: str, ranks: int, donate: bool) -> None:
-    """The plain optimizer's with the gradients that there were, however they were made."""
-    results = {2: gloo2, 3: gloo3}[ranks].run(by_a_loss, ranks, strategy, donate)
-    hidden = {f"{i}.0.weight" for i in (1, 2, 3)}
-    for params, grads in results:
-        assert all(grad[name].any() for grad in grads for name in hidden)
-        want = peers.trained(dict(small().named_parameters()), grads, peers.muon(), hidden, lr=0.05, weight_decay=0.1)
-        assert_close(params, want, rtol=1e-9, atol=1e-9)
 
 
 @seldom
