@@ -31,19 +31,12 @@ from funshard.optim._from_torch import ELEMENTWISE_CLASSES
 SIZES = {"shard": 3}
 CASES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1}),
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5, "dampening": 0.3}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5, "dampening": 0.3, "fused": True}),
     (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
-    (torch.optim.Adam, {"lr": 0.1, "fused": True, "maximize": True}),
-    (torch.optim.AdamW, {"lr": 0.1, "foreach": True}),
-    (torch.optim.AdamW, {"lr": 0.1, "fused": True, "amsgrad": True}),
-    (torch.optim.RMSprop, {}),
+    (torch.optim.AdamW, {"lr": 0.1, "fused": True, "maximize": True}),
     (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
     (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
-    (torch.optim.Adagrad, {"fused": True}),
     (torch.optim.Adadelta, {"weight_decay": 0.1}),
     (torch.optim.Adamax, {"foreach": True}),
     (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
@@ -363,6 +356,7 @@ def test_derivatives_are_refused() -> None:
         "params['']": lambda p: update(grads, state, {"": p})[0][""].sum(),
         "grads['']": lambda g: update({"": g}, state, params)[0][""].sum(),
         "state['']['momentum_buffer']": lambda s: update(grads, {"": {"momentum_buffer": s}}, params)[0][""].sum(),
+        "lr": lambda x: update(grads, state, params, lr=x.sum())[0][""].sum(),
     }
 
     def forward(f: Any, x: Tensor) -> Tensor:
@@ -380,32 +374,13 @@ def test_derivatives_are_refused() -> None:
         ):
             with pytest.raises(RuntimeError, match=re.escape(f"{what} takes part in a derivative") + ".*expected optim.sgd"):
                 take(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"lr is batched, and torch's SGD makes a number of it: expected optim\.sgd"):
+        torch.func.vmap(of["lr"])(torch.tensor([0.1, 0.3]))
     with torch.no_grad():  # says that nobody differentiates
         assert not of["params['']"](torch.ones(3, requires_grad=True)).requires_grad
     for given in ({"differentiable": True}, {"eps_root": 1e-8}):
         with pytest.raises(ValueError, match=r"from_torch: .*: for derivatives use optim\.sgd, adam.* and take eps_root"):
             from_torch(torch.optim.AdamW, **given)
-
-
-RATES = {
-    "reverse mode": torch.func.grad,
-    "autograd": lambda fn: lambda lr: torch.autograd.grad(fn(lr := lr.requires_grad_()), lr)[0],
-    "forward mode": lambda fn: lambda lr: torch.func.jvp(fn, (lr,), (torch.ones_like(lr),))[1],
-    "vmap of reverse mode": lambda fn: lambda lr: torch.func.vmap(torch.func.grad(fn))(lr[None])[0],
-}
-
-
-@pytest.mark.parametrize("cls", ELEMENTWISE_CLASSES)
-def test_derivatives_and_batches_of_rates_are_refused(cls: Any) -> None:
-    """torch makes numbers of them."""
-    start = {"": torch.linspace(1, 2, 4).double()}
-    init, update = from_torch(cls, lr=0.1)
-    loss = lambda lr: update(start, init(start), start, lr=lr)[0][""].sum()  # noqa: E731
-    for transform in RATES.values():
-        with pytest.raises(RuntimeError, match=f"takes part in a derivative|torch's {cls.__name__} makes a number of it"):
-            transform(loss)(torch.tensor(0.1).double())
-    with pytest.raises(RuntimeError, match=r"lr is batched, and torch's .* makes a number of it: expected optim\.sgd"):
-        torch.func.vmap(loss)(torch.tensor([0.1, 0.3]))
 
 
 @pairs
@@ -444,20 +419,6 @@ def test_integers_empty_units_and_nothing() -> None:
     assert_close(new["half"], holder.detach(), rtol=0, atol=0)
 
 
-def test_a_frozen_and_an_integer_parameter_beside_options() -> None:
-    module = nn.Linear(3, 2)
-    module.register_parameter("table", nn.Parameter(torch.arange(5), requires_grad=False))
-    spec = fs.policies.whole()(module).on({"shard": 2})
-    init, update = from_torch(torch.optim.SGD, lr=1.0, spec=at_rank(spec, 1), options=decayed, weight_decay=0.5)
-    params = fs.shard(module, spec, rank=1)
-    new, _ = update({key: torch.zeros_like(p) for key, p in params.items()}, init(params), params)
-    (integers,) = (unit.key for unit in spec if unit.dtype == torch.int64)
-    assert new[integers] is params[integers]
-    pieces, old = (fs.param_views(tree, spec, rank=1) for tree in (new, params))
-    assert_close(pieces["weight"], old["weight"] / 2)
-    assert_close(pieces["bias"], old["bias"])
-
-
 def test_padding_is_left_alone() -> None:
     """Poisoned, it stays poison and spreads nowhere; with eps=0 clean padding stays clean."""
     module = nn.Linear(3, 2)
@@ -483,18 +444,14 @@ def test_options_of_simulated_ranks_are_refused() -> None:
 WRONG_VALUES: list[tuple[str, dict[str, Any]]] = [
     ("unit 'b' has no gradient", {"grads": {"b": None}}),
     ("unit 'c' has a gradient and is not in params", {"grads": {"c": lambda _: torch.ones(1)}}),
-    ("unit 'c' has a state and is not in params", {"state": {"c": lambda _: {}}}),
     ("unit 'b' has no state", {"state": {"b": None}}),
-    ("unit 'b' has a gradient and is not in params", {"params": {"b": None}}),
     (r"gradient of unit 'b': expected \[3\] torch.float32 .* got \[3\] torch.float64", {"grads": {"b": torch.Tensor.double}}),
-    (r"gradient of unit 'b': expected \[3\] .* got \[2\]", {"grads": {"b": lambda g: g[:2]}}),
     ("gradient of unit 'a': expected a dense tensor, got torch.sparse_coo", {"grads": {"a": torch.Tensor.to_sparse}}),
     (
         r"unit 'a': expected \['exp_avg', 'exp_avg_sq', 'step'\], got \['step'\]",
         {"state": {"a": lambda s: {"step": s["step"]}}},
     ),
     (r"'exp_avg' of unit 'a': expected shape \[2\], got \[3\]", {"state": {"a": lambda s: s | {"exp_avg": torch.ones(3)}}}),
-    (r"'step' of unit 'a': expected shape \[\], got \[1\]", {"state": {"a": lambda s: s | {"step": torch.ones(1)}}}),
 ]
 WRONG_TYPES: list[tuple[str, dict[str, Any]]] = [
     ("grads: 'a': expected a tensor, got NoneType; an unused", {"grads": {"a": lambda _: None}}),
@@ -525,12 +482,9 @@ def test_mistakes_in_options() -> None:
     of_bias = lambda own: lambda name, _: own if name == "0.bias" else {}  # noqa: E731
     for kwargs, error, message in [
         ({"lr": -1.0}, ValueError, "Invalid learning rate"),
-        ({"rate": 1.0}, TypeError, "unexpected keyword argument 'rate'"),
         ({"options": decayed}, ValueError, "options are those of a spec's parameters: expected spec="),
         ({"spec": spec, "options": decayed}, ValueError, "does not know its rank: expected rank=0..2"),
-        ({"rank": 0}, TypeError, "unexpected keyword argument 'rank'"),
         ({"spec": at_rank(spec, 0), "options": of_bias({"rate": 1.0})}, TypeError, "options of parameter '0.bias', .*'rate'"),
-        ({"spec": at_rank(spec, 0), "options": of_bias({"params": []})}, TypeError, "options of parameter '0.bias'"),
         ({"spec": at_rank(spec, 0), "options": of_bias({"eps": -1.0})}, ValueError, "options of parameter '0.bias', .*epsilon"),
     ]:
         refused(error, message, lambda: from_torch(torch.optim.AdamW, **kwargs))
