@@ -182,10 +182,10 @@ def by_way(way: str, loss: Any, params: fs.Params, batches: Sequence[Tensor], **
 @pytest.mark.parametrize("keep", KEEPS)
 @real_ranks(2)
 def test_compiled(rank: int, keep: str) -> None:
-    """In one graph: what the loss calls inside knows how accumulate reduces."""
+    """In one graph: what the loss calls inside knows how accumulate reduces, and a weight of 0 leaves out NaN."""
     model = MLP(5)
-    (spec, params), batches = shards_of(fs.policies.whole(), model), [numbers(rank, i) for i in range(2)]
-    weights = [torch.tensor(2.0 + rank), torch.tensor(1.0)]
+    (spec, params), batches = shards_of(fs.policies.whole(), model), [numbers(rank, i) for i in range(3)]
+    weights, batches[2] = [torch.tensor(2.0 + rank), torch.tensor(1.0), torch.tensor(0.0)], batches[2] * torch.nan
 
     def step(params: fs.Params, batches: list[Tensor], weights: list[Tensor]) -> Any:
         loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
@@ -193,6 +193,7 @@ def test_compiled(rank: int, keep: str) -> None:
 
     torch._dynamo.reset()
     expected, value = step(params, batches, weights)
+    assert value.isfinite()
     whole = functools.partial(torch.compile, fullgraph=True, backend=depth("eager", "aot_eager"))
     compile = whole if keep == "full" else functools.partial(fs.compile, backend="aot_eager")
     grads, v = compile(step)(params, batches, weights)
@@ -407,50 +408,6 @@ def test_float16_does_not_overflow(rank: int, keep: str) -> None:
 
 
 # --- what people write ---
-@pytest.mark.parametrize("keep", KEEPS)
-def test_dropout_and_buffers(keep: str) -> None:
-    """Random numbers are those of one micro-batch after the other; what BatchNorm keeps goes through aux."""
-    model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
-    (spec, params), batches = shards_of(fs.by_type(nn.Linear), model), [numbers(0, i) for i in range(MICRO)]
-
-    def loss(p: fs.Params, x: Tensor, buffers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        buffers = {name: b.clone() for name, b in buffers.items()}
-        return fs.functional_call(model, p, (x,), spec=spec, buffers=buffers).square().mean(), buffers
-
-    def run(gradient: Callable[[Any], Any]) -> tuple[Any, dict[str, Tensor]]:
-        torch.manual_seed(3)
-        now = dict(model.named_buffers())
-
-        def one(p: fs.Params, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            nonlocal now
-            value, now = loss(p, x, now)
-            return value, now
-
-        return gradient(one), now
-
-    (got, (value, auxes)), last = run(lambda one: fs.accumulate(one, params, batches, spec=spec, keep=keep, has_aux=True))
-    each, after = run(lambda one: [fs.grad_and_value(one, has_aux=True)(params, x) for x in batches])
-    close(got, {key: sum(g[key] for g, _ in each) / MICRO for key in params})
-    close({"": value}, {"": sum(v for _, (v, _) in each) / MICRO})
-    for mine, (_, (_, theirs)) in zip(auxes, each, strict=True):
-        close(mine, theirs)
-    close(last, after)
-    assert int(last["2.num_batches_tracked"]) == MICRO
-
-
-@pytest.mark.parametrize("keep", KEEPS)
-@real_ranks(2)
-def test_frozen_by_closure(rank: int, keep: str) -> None:
-    model = Net(blocks=2)
-    model.blocks.requires_grad_(False)
-    spec = policy(P("shard"))(model).bound
-    trained, rest = fs.partition(fs.shard(model, spec), spec)
-    batches = [numbers(rank, i) for i in range(MICRO)]
-    loss = lambda p, x: (fs.functional_call(model, fs.combine(p, rest), (x,), spec=spec) ** 2).mean()  # noqa: E731
-    got, _ = fs.accumulate(loss, trained, batches, spec=spec, keep=keep)
-    close(got, each_alone(loss, trained, batches)[0])
-
-
 # The outputs of a loss whose units get gradients from several places, or that changes the shards before it calls the model.
 USES: dict[str, Callable[..., Tensor]] = {
     "twice": lambda call, p, x, *_: call(p, x) * call(p, x + 1),
@@ -568,20 +525,15 @@ def test_of_the_thread_that_runs_it() -> None:
 X = numbers(0, 0)
 REFUSALS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "none": (ValueError, "expected one micro-batch at least, got none", {"microbatches": []}),
-    "an empty generator": (ValueError, "one micro-batch at least", {"microbatches": iter(())}),
     "a tensor": (TypeError, "expected a list of micro-batches, or a generator, got Tensor", {"microbatches": X}),
     "keep": (ValueError, "keep: expected 'shards' or 'full', got 'all'", {"keep": "all"}),
     "reduce": (ValueError, "reduce: expected 'mean', 'sum'", {"reduce": "max"}),
     "axes": (ValueError, "unknown mesh axis 'data'", {"reduce_axes": "data"}),
     "weights": (ValueError, "expected a weight for each of 2 micro-batches, got 1", {"weights": [1]}),
     "of a generator": (ValueError, "for each of 2 micro-batches, got 1", {"weights": [1], "microbatches": iter([X, X])}),
-    "too many": (ValueError, "for each of 1 micro-batches, got 2", {"weights": [1, 1], "microbatches": iter([X])}),
     "negative": (ValueError, "weight 1: expected a finite number from 0 on, got -1", {"weights": [1, -1]}),
-    "NaN": (ValueError, "weight 0: expected a finite number from 0 on, got nan", {"weights": [float("nan"), 1]}),
-    "negative tensor": (ValueError, "weight 1: expected a finite number", {"weights": [1, torch.tensor(-1.0)]}),
     "NaN tensor": (ValueError, "weight 0: .* from 0 on, got nan", {"weights": [torch.tensor(torch.nan), 1]}),
     "bool": (TypeError, "weight 1: expected a number or a scalar tensor, got bool", {"weights": [1, True]}),
-    "text": (TypeError, "weight 0: expected a number or a scalar tensor, got str", {"weights": ["1", 1]}),
     "shape": (ValueError, r"weight 0: expected a scalar, got shape \[2\]", {"weights": [torch.ones(2), 1]}),
     "no shards": (ValueError, "is not in the spec", {"params": {"0.in_proj.weight": X}}),
 }

@@ -18,7 +18,7 @@ from depth import at_most, mark_seldom, seldom
 from hypothesis import given
 from hypothesis import strategies as st
 from models import refused
-from parity import numbers, plain_call, shards_of, squared
+from parity import numbers, plain_call, squared
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -104,27 +104,6 @@ def test_over_some_axes(case: Case, data: st.DataObject) -> None:
         got = on_ranks(case.sizes, lambda mesh, p: av.average(p, case.spec.on(mesh), axes=axes), stacked(many))
         for rank, want in enumerate(means(many, case.sizes, dict.fromkeys(many[0], names))):
             same(got[rank], want)
-
-
-@given(cases())
-def test_commutes_with_sharding(case: Case) -> None:
-    """Full tensors average over every axis, by name: sharding them after it or before it is the same over replicas."""
-    n = math.prod(case.sizes.values())
-    if not case.full:
-        return
-    many = [{name: n * p for name, p in drift(case.full, rank).items()} for rank in range(n)]
-    every = on_ranks(case.sizes, lambda mesh, p: av.average(p, case.spec.on(mesh)), stacked(many))
-    for rank, want in enumerate(means(many, case.sizes, dict.fromkeys(case.full, tuple(case.sizes)))):
-        same(every[rank], want)
-    axes = tuple(name for name in case.sizes if not any(name in unit.p.axes for unit in case.spec))
-    before = on_ranks(
-        case.sizes, lambda mesh, p: fs.shard(av.average(p, case.spec.on(mesh), axes=axes), case.spec.on(mesh)), stacked(many)
-    )
-    after = on_ranks(
-        case.sizes, lambda mesh, p: av.average(fs.shard(p, case.spec.on(mesh)), case.spec.on(mesh), axes=axes), stacked(many)
-    )
-    for rank in range(n):
-        same(before[rank], after[rank])
 
 
 def test_gradients_go_through() -> None:
@@ -220,19 +199,6 @@ def test_nothing_is_sent_where_nothing_can_differ() -> None:
     alone = REPLICATED(MODEL).bound
     params = fs.shard(MODEL, alone)
     assert all(p is params[key] for key, p in av.average(params, alone).items())
-
-
-@pytest.mark.parametrize("step", [0, 1])
-def test_pure(step: int) -> None:
-    """What is passed stays as it was, when something is due and when nothing is."""
-    with world(2):
-        (spec, params), state = shards_of(REPLICATED, MODEL), at(step)
-        kept, tensors = copy.deepcopy(params), list(params.values())
-        for after in (av.periodic(spec, 2)[1](params, state), av.periodic(spec, [(2, "shard")])[1](params, state)):
-            assert after[0] is not params
-            assert (state.step, after[1].step) == (step, step + 1)
-            assert all(p is q for p, q in zip(params.values(), tensors, strict=True))
-            same(params, kept)
 
 
 def parameter() -> nn.Parameter:
@@ -373,40 +339,6 @@ def test_post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: 
     assert apart == [step >= start and (step - offset) % last != 0 for step in range(20)]
 
 
-def test_post_local_sgd_of_shards() -> None:
-    """On HSDP: each replica trains on its own ranks' batches from step 2 on, and the replicas meet every third step."""
-    xs, start = torch.stack([numbers(rank, 0) for rank in range(4)]), 2
-    full = {name: p.detach() for name, p in MODEL.named_parameters()}
-
-    def rank(mesh: Any, x: Tensor) -> fs.Params:
-        spec = MIXED(MODEL).on(mesh)
-        init, update = av.periodic(spec, 3, warmup_steps=start, axes="replicate")
-        params, state = fs.shard(full, spec), init()
-        for step in range(8):
-            axes = None if step < start else "shard"
-            call = lambda p, axes=axes: fs.functional_call(MODEL, p, (x,), spec=spec, reduce_axes=axes)  # noqa: E731
-            grads = fs.grad(lambda p, call=call: call(p).pow(2).mean())(params)
-            params = {key: p - 0.1 * grads[key] for key, p in params.items()}
-            params, state = update(params, state)
-        return params
-
-    got = fs.testing.spmd(rank, HYBRID)(xs)
-    replicas = [full, full]
-    for step in range(8):
-        grads = [
-            torch.func.grad(lambda p, x=x: torch.func.functional_call(MODEL, p, (x,)).pow(2).mean())(p)
-            for p, x in zip(replicas, (xs[:2].flatten(0, 1), xs[2:].flatten(0, 1)), strict=True)
-        ]
-        if step < start:
-            grads = 2 * [{name: (g + grads[1][name]) / 2 for name, g in grads[0].items()}]
-        replicas = [{name: p - 0.1 * g[name] for name, p in mine.items()} for mine, g in zip(replicas, grads, strict=True)]
-        if step in (2, 5):
-            replicas = 2 * [{name: (p + replicas[1][name]) / 2 for name, p in replicas[0].items()}]
-    want = [fs.shard(replicas[i // 2], MIXED(MODEL).on(HYBRID), rank=i) for i in range(4)]
-    assert_close(got, stacked(want), rtol=1e-12, atol=1e-13)
-    assert not torch.equal(got["1"][0], got["1"][2])
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -414,16 +346,11 @@ def test_post_local_sgd_of_shards() -> None:
         (lambda: av.average(ONES, SPEC, axes="shard"), r"unit '0' is split over 'shard'.* axes without it, got 'shard'"),
         (lambda: av.average({"7": ONES["0"]}, SPEC), r"'7' is no unit and no parameter.* some of \['0', '1'\]"),
         (lambda: av.periodic(SPEC, 0), "level 0: expected a period above 0, got 0"),
-        (lambda: av.periodic(SPEC, 2, warmup_steps=-1), "warmup_steps of 0 or more, got 1 and -1"),
         (lambda: av.periodic(SPEC, 2, axes="shard")[1](ONES, at(1)), "unit '0' is split over 'shard'"),
         (lambda: hierarchical(), "expected a level or more.* got 0 and 0"),
         (lambda: hierarchical((2, "replicate"), warmup_steps=-1), "warmup_steps of 0 or more, got 1 and -1"),
-        (lambda: hierarchical((0, "replicate")), "level 0: expected a period above 0, got 0"),
         (lambda: hierarchical((4, ()), (2, "replicate")), "level 1: expected a period above 4, got 2; put"),
-        (lambda: hierarchical((2, ()), (2, "replicate")), "level 1: expected a period above 2, got 2"),
         (lambda: hierarchical((2, "replicate"), (4, ())), r"level 1: expected axes with all of \['replicate'\], got \(\); add"),
-        (lambda: hierarchical((2, "replicate"), (4, ("shard", "replicate"))), "unit '0' is split over 'shard'"),
-        (lambda: hierarchical((2, "replicate"), (4, ("data", "replicate"))), "unknown mesh axis 'data'"),
     ],
 )  # fmt: skip
 def test_errors(call: Any, message: str) -> None:
