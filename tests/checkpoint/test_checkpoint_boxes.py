@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import funshard as fs
-from funshard import P, _torch
+from funshard import _torch
 from funshard.checkpoint import _leaves as box_file
 from funshard.checkpoint._directory import PIECE_BYTES, checksum
 from funshard.checkpoint._leaves import (
     Box,
-    TensorLeaf,
     TensorRange,
     check_tiles,
     range_to_boxes,
@@ -36,41 +35,6 @@ from funshard.collectives import ProcessAxis
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 State = dict[str, Any]
-
-
-@given(shapes, st.data())
-def test_boxes_are_the_range(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """One after the other, flattened, they are the elements from begin to end, in at most 2 * dims - 1 boxes."""
-    tensor = torch.arange(math.prod(shape)).view(shape)
-    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
-    found = range_to_boxes(shape, begin, end)
-    for box in found:
-        assert all(min(at, n - at - size) >= 0 for at, size, n in zip(box.offsets, box.sizes, shape, strict=True))
-    parts = [tensor[tuple(map(slice, o, map(sum, zip(o, s, strict=True))))].reshape(-1) for o, s in found]
-    assert torch.cat([*parts, tensor.new_empty(0)]).equal(tensor.reshape(-1)[begin:end])
-    if tensor.numel():
-        assert len(found) <= max(2 * len(shape) - 1, 1)
-        assert all(box.numel for box in found)
-    else:
-        assert [tuple(box) for box in found] == [((0,) * len(shape), shape)]  # a reader sees it
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 5))
-def test_ranges_are_shared_once(lengths: list[int], ranks: int) -> None:
-    """Of ranges that several ranks hold each element is written by one of them, and none writes much more than another."""
-    boxes: list[list[tuple[int, ...]]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(box_file, "MAX_BOX_BYTES", 8)
-        for rank in range(ranks):
-            whole = [TensorRange((str(i),), (n,), (0,), n, holder=rank, holders=ranks) for i, n in enumerate(lengths)]
-            found = RangeWriter((part, torch.zeros(part.numel, dtype=torch.uint8)) for part in whole).boxes
-            boxes.append([(int(part.names[0]), *box.offsets, *box.sizes) for part, box, _ in found])
-    for i, n in enumerate(lengths):
-        every = sorted((begin, begin + size) for some in boxes for name, begin, size in some if name == i)
-        assert [begin for begin, _ in every] == [0, *(end for _, end in every[:-1])]
-        assert every[-1][1] == n
-    totals = [sum(size for *_, size in some) for some in boxes]
-    assert max(totals) - min(totals) <= 8  # the largest box that there is
 
 
 @given(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.data())
@@ -181,65 +145,6 @@ def test_units_that_are_split_over_different_axes() -> None:
     specs, full = everyone(policy(model), {"a": 2, "b": 2}), integers_like(model)
     metadata, stored = saved([dict(fs.shard(full, spec, rank=r)) for r, spec in enumerate(specs)], specs)
     check_saved(metadata, stored, full)
-
-
-@pytest.mark.parametrize(("ranks", "others"), [(64, 3), (3, 64), (64, 64), (1, 64)])
-def test_many_ranks(ranks: int, others: int) -> None:
-    """Sixty-four of them, with dimensions that none divides, a channels_last weight and empty ones."""
-    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Linear(7, 11), nn.ParameterList([torch.zeros(3, 0), torch.zeros(())]))
-    model[0].weight.data = model[0].weight.data.contiguous(memory_format=torch.channels_last)  # pyright: ignore
-    full = integers_like(model)
-    full["0.weight"] = full["0.weight"].to(memory_format=torch.channels_last)
-    specs, ats = (
-        everyone(fs.policies.whole()(model), {"shard": ranks}),
-        everyone(fs.by_type(nn.Linear)(model), {"shard": others}),
-    )
-    check_read_by_others(full, specs, ats, 1 << 20)
-
-
-# --- What a unit's state is: slices of its parameters, and numbers, which have no dimension. ---
-
-
-def initial(full: Any, spec: fs.PartitionSpec, rank: int, cut: set[str]) -> Any:
-    """What `declared` gives as plain dicts, as users' own states are."""
-    return {key: dict(values) for key, values in declared(full, spec, rank, cut).items()}
-
-
-def declared(full: Any, spec: fs.PartitionSpec, rank: int, cut: set[str]) -> Any:
-    """AdamW's state on one rank, where some parameters are not decayed."""
-    init, _ = fs.optim.from_torch(
-        torch.optim.AdamW,
-        spec=spec,
-        options=lambda name, _: {"weight_decay": 0.0 if name in cut else 0.1},
-        lr=0.1,
-    )
-    return init(fs.shard(full, spec, rank=rank))
-
-
-def kinds(state: Any, spec: fs.PartitionSpec) -> dict[str, set[str]]:
-    """What the slots of each name are taken for."""
-    out: dict[str, set[str]] = {}
-    for leaf in Description({"opt": state}, spec).leaves:
-        assert isinstance(leaf, TensorLeaf)
-        out.setdefault(leaf.names[0][0].rpartition(".")[2], set()).add(leaf.kind)
-    return out
-
-
-RIGHT = {"step": {"number"}, "exp_avg": {"slice"}, "exp_avg_sq": {"slice"}}
-
-
-@settings(max_examples=depth(25, 400))
-@given(modules(), st.integers(1, 6), st.integers(1, 3), st.data())
-def test_numbers_are_told_from_slices(model: nn.Module, size: int, align: int, data: st.DataObject) -> None:
-    """On all ranks, whatever the lengths, and also in plain dicts."""
-    full = integers_like(model)
-    if not full:
-        return
-    cut = data.draw(st.sets(st.sampled_from(sorted(full))))
-    p, each = P("shard", align=align), {type(module) for module in model.modules()}
-    specs = everyone(data.draw(st.sampled_from([fs.policies.whole(p), fs.by_type(*each, p=p)]))(model), {"shard": size})
-    assert all(kinds(declared(full, spec, rank, cut), spec) == RIGHT for rank, spec in enumerate(specs))
-    assert all(kinds(initial(full, spec, rank, cut), spec) == RIGHT for rank, spec in enumerate(specs))
 
 
 # --- What is written of a tensor is what torch.save writes of it, byte for byte, and every reader of torch has it back. ---

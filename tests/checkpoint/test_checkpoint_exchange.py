@@ -20,7 +20,6 @@ from models import build, refused
 from ranks import Pool, real_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P, checkpoint
@@ -94,18 +93,6 @@ def test_what_is_exported_the_library_reads_and_so_do_we(rank: int, policy: str,
     for other in POLICIES.values():
         again = checkpoint.read_safetensors(path, other(model), rename=unwanted)
         same_bits(again, fs.shard(model, other(model)))
-
-
-@real_ranks(4)
-def test_on_a_mesh_of_two_axes(rank: int, tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = mixed()
-    for i, p in enumerate([P("shard"), P(("replicate", "shard")), P("replicate")]):
-        spec = fs.policies.always(p)(model).on(mesh)
-        params = fs.shard(model, spec)
-        path = checkpoint.export(tmp_path / str(i), params, spec)
-        same_bits(written(path), {name: q.detach() for name, q in model.named_parameters()})
-        same_bits(checkpoint.read_safetensors(path, spec), params)
 
 
 def test_every_dtype_is_called_what_the_library_calls_it(tmp_path: Path) -> None:
@@ -333,14 +320,6 @@ def test_bad_exports_are_refused_on_all_ranks(rank: int, tmp_path: Path) -> None
     no("shard_bytes: expected at least 1", shard_bytes=0)
     no("metadata 'step': expected a string, got int", metadata={"step": 1}, error=TypeError)
     assert os.listdir(tmp_path) == []
-
-
-def test_simulated_ranks_are_refused(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    spec = fs.policies.whole()(model).on({"shard": 2})
-    params = fs.shard(model, spec, rank=0)
-    refused(ValueError, "export: expected process groups", lambda: checkpoint.export(tmp_path / "a", params, spec))
-    refused(ValueError, "read_safetensors: expected process groups", lambda: checkpoint.read_safetensors(tmp_path, spec))
 
 
 # --- Wrong files. ---

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +15,7 @@ import kill_loop
 import pytest
 import torch
 import torch.distributed as dist
-from depth import at_most, depth, each, mark_seldom, seldom, thorough
+from depth import at_most, depth, each, mark_seldom, seldom
 from ranks import ended, real_ranks, start
 from test_examples import launched
 from torch import nn
@@ -124,33 +121,6 @@ def test_a_directory_of_another_run(tmp_path: Path) -> None:
     trained(1, tmp_path, "--steps", "2")
     with pytest.raises(AssertionError, match=r"expected a directory without checkpoints, or --resume, got .*step-00000002"):
         trained(1, tmp_path, "--steps", "2")
-
-
-@pytest.mark.skipif(not thorough(), reason="takes 20 s: test_all_ranks_are_killed is by default; with --thorough")
-def test_torchrun_starts_ranks_again(uninterrupted: Trained, tmp_path: Path) -> None:
-    """One is killed, torchrun starts all again, and they go on by themselves."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    launcher += ["--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.1", "--no-python"]
-    end = tmp_path / "end.pt"
-    flags = [*TINY.split(), "--checkpoint", str(tmp_path / "states"), "--save", str(end)]
-    script = tmp_path / "rank.sh"  # which says who it is
-    script.write_text(f'echo "process $$ of rank $RANK"; exec "{sys.executable}" "{TRAIN}" "$@"')
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.NamedTemporaryFile("r") as output:
-        streams = {"stdout": output.fileno(), "stderr": output.fileno()}
-        process = subprocess.Popen([*launcher, "sh", str(script), *flags], env=env, **streams)
-        try:
-            until = time.monotonic() + 200
-            under_way(tmp_path, 0.0)
-            pid = re.search(r"process (\d+) of rank 1", Path(output.name).read_text())
-            assert pid is not None
-            os.kill(int(pid[1]), signal.SIGKILL)
-            code = process.wait(max(1, until - time.monotonic()))
-        finally:
-            process.terminate()  # its ranks too
-        said = Path(output.name).read_text()
-    assert code == 0, said
-    check_same(Trained(said, torch.load(end), []), "", uninterrupted)
 
 
 # --- A loop that saves at every step. ---
