@@ -242,14 +242,9 @@ def test_functionalize_takes_no_custom_function() -> None:
     with world(2):
         spec = spec_on("shard")
         params, x = fs.shard(MODEL, spec), batch(0, 0)
-        for f in (
-            lambda: functionalize(function(lambda x: 2 * x).apply)(torch.ones(2)),
-            lambda: functionalize(lambda p: fs.functional_call(MODEL, p, (x,), spec=spec))(params),
-            lambda: functionalize(fs.grad(sharded(spec)))(params, x),
-            lambda: grad(functionalize(sharded(spec)))(params, x),
-            lambda: make_fx(functionalize(sharded(spec)))(params, x),
-        ):
-            refused(RuntimeError, "Functionalize rule for custom_function_call", lambda: f())
+        words = "Functionalize rule for custom_function_call"
+        refused(RuntimeError, words, lambda: functionalize(function(lambda x: 2 * x).apply)(torch.ones(2)))
+        refused(RuntimeError, words, lambda: grad(functionalize(sharded(spec)))(params, x))
 
 
 # --- Jacobians ---
@@ -268,70 +263,46 @@ def full_parameters() -> fs.Params:
 
 
 def jacobians(mesh: Mesh, x: Tensor) -> dict[str, Any]:
-    """One rank's derivatives, with respect to shards, gathered parameters and inputs."""
-    spec = fs.policies.always()(SMALL).on(mesh)
-    one = fs.policies.whole()(SMALL).on(mesh)  # a single buffer
-    params = fs.shard(full_parameters(), spec)
-    shard = fs.shard(full_parameters(), one)[""]
-    full = fs.unshard(params, spec)
+    """One rank's derivatives, with respect to inputs and shards."""
+    spec, one = fs.policies.always()(SMALL).on(mesh), fs.policies.whole()(SMALL).on(mesh)  # and a single buffer
+    params, shard = fs.shard(full_parameters(), spec), fs.shard(full_parameters(), one)[""]
 
-    def mean(h: Tensor) -> Tensor:
-        return fs.collectives.all_reduce(h, mesh["shard"])
-
-    def outputs(x: Tensor) -> Tensor:
+    def of_input(x: Tensor) -> Tensor:
         return fs.functional_call(SMALL, params, (x,), spec=spec).flatten()
 
     def of_shard(shard: Tensor) -> Tensor:
         return fs.functional_call(SMALL, {"": shard}, (x,), spec=one).flatten()
 
     return {
-        "mean hessian": pytree.tree_map(mean, hessian(lambda p: square(small(p, x)))(full)),
-        "product": fs.hvp(loss_of(SMALL, spec, x, of=square), params, fs.shard(directions(), spec)),
-        "inputs reverse": jacrev(outputs)(x),
-        "inputs forward": jacfwd(outputs)(x),
-        "inputs hessian": hessian(lambda x: square(outputs(x)))(x),
-        "shards reverse": jacrev(of_shard)(shard),
-        "shards forward": jacfwd(of_shard)(shard),
-        "shards hessian": hessian(lambda s: square(of_shard(s)))(shard),
+        f"{name} {how}": of(f)(at)
+        for name, f, at in (("inputs", of_input, x), ("shards", of_shard, shard))
+        for how, of in (("reverse", jacrev), ("forward", jacfwd), ("hessian", lambda f: hessian(lambda at: square(f(at)))))
     }
 
 
-def directions() -> fs.Params:
-    return {name: p.cos() for name, p in full_parameters().items()}
-
-
 def check_jacobians(mine: dict[str, Any], rank: int, ranks: int) -> None:
-    xs, full = [batch(r, 0) for r in range(ranks)], full_parameters()
-    x = xs[rank]
-    one = fs.policies.whole()(SMALL).on({"shard": ranks})
-
-    def same(name: str, expected: Any) -> None:
-        assert_close(mine[name], expected, rtol=1e-10, atol=1e-12, msg=lambda m: f"{name}: {m}")
-
-    mean_hessian = hessian(lambda p: sum(square(small(p, x)) for x in xs) / ranks)(full)
-    same("mean hessian", mean_hessian)
-    vs = directions()
-    product = {a: sum(torch.tensordot(row[b], v, v.dim()) for b, v in vs.items()) for a, row in mean_hessian.items()}
-    same("product", fs.shard(product, fs.policies.always()(SMALL).on({"shard": ranks}), rank=rank))
-    same("inputs reverse", jacrev(lambda x: small(full, x).flatten())(x))
-    same("inputs forward", jacrev(lambda x: small(full, x).flatten())(x))
-    same("inputs hessian", hessian(lambda x: square(small(full, x)))(x))
-
-    buffer = fs.flatten(full, one)[""]
+    xs, full, one = [batch(r, 0) for r in range(ranks)], full_parameters(), fs.policies.whole()(SMALL).on({"shard": ranks})
+    x, buffer = xs[rank], fs.flatten(full, one)[""]
     of_buffer = lambda b, x: small(fs.unflatten({"": b}, one), x).flatten()  # noqa: E731
     n = len(buffer) // ranks
-    own = slice(rank * n, (rank + 1) * n)
+    own, others = slice(rank * n, (rank + 1) * n), [slice(q * n, (q + 1) * n) for q in range(ranks)]
     rows = [jacrev(of_buffer)(buffer, x) for x in xs]
-    same("shards reverse", (sum(rows) / ranks)[:, own])
-    same("shards forward", sum(rows[rank][:, q * n : (q + 1) * n] for q in range(ranks)))
     whole = hessian(lambda b: sum(square(of_buffer(b, x)) for x in xs) / ranks)(buffer)
-    same("shards hessian", sum(whole[own, q * n : (q + 1) * n] for q in range(ranks)))
+    expected = {
+        "inputs reverse": (of_inputs := jacrev(lambda x: small(full, x).flatten())(x)),
+        "inputs forward": of_inputs,
+        "inputs hessian": hessian(lambda x: square(small(full, x)))(x),
+        "shards reverse": (sum(rows) / ranks)[:, own],
+        "shards forward": sum(rows[rank][:, q] for q in others),
+        "shards hessian": sum(whole[own, q] for q in others),
+    }
+    assert_close(mine, expected, rtol=1e-10, atol=1e-12)
 
 
 @at_most(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_jacobians_on_simulated_ranks(ranks: int) -> None:
-    """Of gathered parameters and of inputs: the plain model's. Of shards: sums over every rank's basis, as the guide says.
+    """Of inputs: the plain model's. Of shards: sums over every rank's basis, as the guide says.
 
     With respect to a shard, jacrev is this slice of the mean Jacobian over ranks, jacfwd the sum of this rank's
     Jacobian over all slices, and hessian the sum over the slices of this slice's rows of the mean Hessian.
@@ -348,8 +319,7 @@ def test_jacobians_on_a_process_group(rank: int) -> None:
     check_jacobians(jacobians(Mesh.world(), batch(rank, 0)), rank, 2)
 
 
-@at_most(2)
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
+@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True)], ids=str)
 def test_a_pullback_gives_plain_tensors(p: P) -> None:
     """What torch.func.vjp returned, and so jacrev, gives tensors without a graph when nothing that went in has one."""
     with world(2):
