@@ -515,10 +515,6 @@ def test_donated_values_move() -> None:
     a, b = torch.tensor([1.0]), torch.tensor([2.0])
     compile(lambda tree: {"a": tree["b"], "b": tree["a"]}, donate_argnums=0, backend="aot_eager")({"a": a, "b": b})
     assert (a.item(), b.item()) == (2, 1)
-    # of results that fit more than one donated argument, the first goes with the first
-    loss, first, second = compile(lambda a, b: (a.sum(), a + 10, b + 10), donate_argnums=(1, 0), backend="aot_eager")(b, a)
-    assert (first is a, second is b) == (True, True)
-    assert (loss, b.item(), a.item()) == (1, 12, 11)
 
 
 def double(x: Tensor) -> Tensor:
@@ -539,8 +535,6 @@ def test_donation_errors() -> None:
     x = torch.arange(12.0)
     words = r"\['a'\] and .* argument 0\['b'\] share memory, which donate_argnums=\(0,\) writes"
     refused(ValueError, words, lambda: step({"a": x[:4], "b": x[2:6]}))
-    refused(ValueError, "share memory", lambda: step({"a": x[:8:2], "b": x[6:]}))
-    refused(ValueError, r"argument 0\['b'\] share memory", lambda: step({"a": x, "b": x}))
     assert x.equal(torch.arange(12.0))
     step({"a": x[:4], "b": x[4:]})
     assert x.equal(torch.arange(12.0) * 2)

@@ -16,9 +16,7 @@ from parity import loss_of as loss_of_params
 from parity import same_leaves, shards_of
 from test_compile import IMPORT, Read, common, copies, loss_of, needs_cpp, peak_bytes, recording, training, zeros
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import funshard as fs
 from funshard import P, Remat, _torch
@@ -57,16 +55,10 @@ def curve(w: Tensor, x: Tensor) -> Tensor:
     return fs.checkpoint_name((x @ w).sin(), "first").exp().sin()
 
 
-def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op == MM else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 SAVES: dict[str, tuple[Any, list[int]]] = {  # mm (two of them backward's), exp, sin
     "nothing": (None, [2 + 2, 2, 3]),
     "operators": ({MM}, [1 + 2, 2, 3]),
     "a function": (lambda op: op is MM, [1 + 2, 2, 3]),
-    "a policy": (policy, [1 + 2, 2, 3]),
-    "contexts": (functools.partial(create_selective_checkpoint_contexts, policy), [1 + 2, 2, 3]),
     "a name": ({"first"}, [2 + 2, 2, 2]),
     "one that is not given": ({"last"}, [2 + 2, 2, 3]),  # which without the compiler is an error
     "both": ({"first", MM}, [1 + 2, 2, 2]),
@@ -102,17 +94,6 @@ def test_regions_end_where_the_next_begins() -> None:
     assert order == [SIN, EXP, TANH] * 3 + [back, SIN, EXP] * 3  # what tanh gave is the next one's argument, and so there
 
 
-@seldom
-def test_plain_torch_compile_computes_nothing_again() -> None:
-    """Nor does it fail; and it keeps no notes."""
-    graphs: list[GraphModule] = []
-    step = torch.func.grad(lambda w: fs.remat(curve, save={"first"})(w, X).sum())
-    backend = aot_autograd(fw_compiler=recording(graphs))
-    equal(torch.compile(step, backend=backend, fullgraph=True)(W), step(W))
-    assert count(graphs[0], MM, EXP, SIN) == [1 + 1, 1, 2]
-    assert not any(key.startswith("funshard_region") for n in graphs[0].graph.nodes for key in n.meta.get("custom", {}))
-
-
 # --- gradients of gradients, in a row, of batches ---
 def twice(loss: Step, x: Tensor) -> Tensor:
     return torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x)
@@ -139,32 +120,6 @@ def test_in_every_transform(transform: str) -> None:
     equal(got, expected)
     torch.testing.assert_close(got, apply(lambda x: curve(x).sum(), X))
     assert [count(plain, EXP)[0], count(graph, EXP)[0]] == counts
-
-
-# --- what must not change ---
-def change_in_place(x: Tensor) -> Tensor:
-    y = x.sin()
-    y.mul_(x)
-    z = y.exp()
-    y.add_(1)
-    return (z * y).sin()
-
-
-UNCHANGED: dict[str, tuple[Step, tuple[Any, ...], list[int], list[int]]] = {  # and how often these run, in both
-    "dropout": (lambda x: F.dropout(x.exp(), 0.5).sin(), (BERNOULLI, EXP), [1, 1], [1, 2]),  # its mask is drawn once
-    "in place": (change_in_place, (EXP,), [1], [2]),
-}
-
-
-@seldom
-@pytest.mark.parametrize("what", UNCHANGED)
-def test_what_must_not_change(what: str) -> None:
-    """Random numbers, and what is changed in place."""
-    loss, ops, once, again = UNCHANGED[what]
-    plain, expected = graph_of(torch.func.grad(lambda x: loss(x).sum()), X)
-    graph, got = graph_of(torch.func.grad(lambda x: fs.remat(loss)(x).sum()), X)
-    equal(got, expected)
-    assert (count(plain, *ops), count(graph, *ops)) == (once, again)
 
 
 @seldom

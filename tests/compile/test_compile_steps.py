@@ -116,7 +116,7 @@ EXPECTED = {
 
 ALIVE = {"hvp": (2, 4), "grad of grad": (2, 2), "per sample, clipped": (1, 2)}
 """How often the root's unit and a block's at once: the one that runs and the next, with the tangents of all three."""
-KEPT = {"hvp": 2, "grad of grad": 2, "maml": 5}
+KEPT = {"hvp": 2, "grad of grad": 2}
 """How often a block is gathered with reshard=False."""
 
 
@@ -134,16 +134,6 @@ def test_gradients_of_gradients_gather_again(transform: str) -> None:
         assert found.peak == ALIVE[transform][0] * root + ALIVE[transform][1] * block
     if transform in KEPT:
         assert gathers_of(transform, reshard=False)[0].keys.count(BLOCKS[0]) == KEPT[transform]
-
-
-@seldom
-def test_steps_through_steps_gather_again() -> None:
-    """MAML of two steps: three forwards, their backwards, and those of the inner ones' backwards; fewer than eager."""
-    found, eager, root, block = gathers_of("maml")
-    assert len(found.keys) < eager
-    assert found.keys[: 2 * len(UP) + len(DOWN)] == [*UP, *DOWN, *UP]
-    assert found.peak <= 2 * root + 4 * block
-    assert gathers_of("maml", reshard=False)[0].keys.count(BLOCKS[0]) == KEPT["maml"]
 
 
 # --- values, on two real ranks ---

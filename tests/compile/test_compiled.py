@@ -135,7 +135,7 @@ def test_casts_inside_of_a_compiled_call_are_refused() -> None:
 class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.decay = nn.Linear(3, 3), nn.Buffer(torch.ones(3))
+        self.linear = nn.Linear(3, 3)
         self.count, self.cache, self.gone = 0, None, 2.0
 
 
@@ -163,12 +163,6 @@ def registers(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) * self.late
 
 
-def rebinds(self: Any, x: Tensor) -> Tensor:
-    self.decay = self.decay * 0.5
-    self.count += 1
-    return self.linear(x) * self.decay * self.count
-
-
 def switches(self: Any, x: Tensor) -> Tensor:
     y = self.linear(x) * (2.0 if self.training else 3.0)
     self.eval()
@@ -179,7 +173,7 @@ def stateful(forward: Callable[..., Any]) -> type[nn.Module]:
     return type(forward.__name__, (Stateful,), {"forward": forward})
 
 
-MODULES = {f.__name__: stateful(f) for f in (counts, caches, deletes, registers, rebinds, switches)}
+MODULES = {f.__name__: stateful(f) for f in (counts, caches, deletes, registers, switches)}
 if not _torch.FORWARD_CAN_BE_REPLACED:  # before torch 2.13 Dynamo cannot ask for an attribute that the same trace has deleted
     del MODULES["deletes"]
 COMPILERS: dict[str, Callable[..., Any]] = {"fs.compile": fs.compile, "torch.compile": torch.compile}

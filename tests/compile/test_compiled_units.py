@@ -91,22 +91,6 @@ def test_one_compilation_serves_all_units_of_a_structure() -> None:
         assert counted() == (2, 0)
 
 
-@seldom
-@pytest.mark.parametrize(
-    ("lengths", "scales", "graphs"),
-    [((5, 7, 9, 30, 5), (1.0,) * 5, [2, 4, 4, 4, 4]), ((3,) * 4, (0.1, 0.2, 0.3, 0.4), [1, 2, 2, 2])],
-    ids=["lengths", "numbers"],
-)
-def test_what_changes_compiles_once_more(lengths: tuple[int, ...], scales: tuple[float, ...], graphs: list[int]) -> None:
-    """A second length, or number, makes one graph for all."""
-    net, policy, made = model(2) if len({*lengths}) > 1 else Block().double(), fs.by_type(Block, p=P("shard", compile=AOT)), []
-    for length, scale in zip(lengths, scales, strict=True):
-        kwargs = {} if scale == 1 else {"scale": scale}
-        gradient_of(policy, net, torch.ones(length, 6).double(), mesh=ALONE, kwargs=kwargs)
-        made.append(counted()[0])
-    assert made[1:] == graphs[1:]
-
-
 # --- equal to eager ---
 GRADS = ["fs.grad", "torch.func.grad", "vjp", "no_grad", "jvp", "hvp", "grad of grad"]
 
@@ -224,12 +208,6 @@ def test_saved_results_of_a_compiled_unit(alone: Pool, name: str, compile: Any) 
     assert 6 * 1000 * 6 * 8 <= compiled <= eager + 6 * 5200
     eager, compiled = (Counter(alone.run(traffic, name, c)[0]) for c in (False, compile))
     assert compiled == eager
-
-
-@seldom
-def test_a_name_that_no_compiled_unit_gives() -> None:
-    got, want = (trained(model(), P("shard", remat=remat, compile=AOT)) for remat in (Remat(save={"q"}), True))
-    torch.testing.assert_close(got, want)
 
 
 def test_a_context_variable_of_the_compiler_is_no_state_of_the_function() -> None:
@@ -411,8 +389,7 @@ def test_bad_options() -> None:
     wrong = TypeError, ValueError
     refused(wrong, "P: compile: expected True, False or a Compile, got 'inductor'", lambda: P(compile="inductor"))
     refused(wrong, "Compile: backend: expected a name or a function, got 3", lambda: Compile(backend=3))
-    for options in ({"mode": 1}, {"dynamic": "yes"}, {"fullgraph": None}, {"options": [1]}):
-        refused(wrong, f"Compile: {next(iter(options))}", lambda options=options: Compile(**options))
+    refused(wrong, "Compile: dynamic", lambda: Compile(dynamic="yes"))
     refused(wrong, "expected a mode or options", lambda: Compile(mode="default", options={"a": 1}))
 
 
@@ -435,7 +412,6 @@ EAGERLY, WHOLE = {"backend": "aot_eager"}, {"backend": "aot_eager", "fullgraph":
 MISFITS = leaf("Misfits", lambda self, x: self.l(x) @ x)
 WRONG: dict[str, tuple[type[Exception], type[nn.Module], dict[str, Any]]] = {
     r"module '1': Compile: backend: expected one of .*'aot_eager'.*, got 'nope'": (ValueError, Leaf, {"backend": "nope"}),
-    r"module '1': Compile: mode: expected one of .*'max-autotune'.*, got 'nope'": (ValueError, Leaf, {"mode": "nope"}),
     r"module '1': Compile: options: expected one of 'fallback_random'.*, got": (ValueError, Leaf, {"options": MISSPELT}),
     r"options: expected no 'joint_custom_pre_pass', which is where passes": (ValueError, Leaf, {"options": OWN_PASS}),
     r"module '1' with Compile\(fullgraph=True\) has a graph break \(.*graph_break": (RuntimeError, Breaks, WHOLE),
@@ -708,10 +684,3 @@ def test_dropout_of_sizes_that_change() -> None:
     with pytest.raises(RuntimeError) as error:
         step(batch()[:2])
     assert "expected dynamic=False" in find_hint(error.value)
-    step = fs.compile(fs.grad(loss), backend="aot_eager", dynamic=False)
-    for n in (3, 2):
-        results = []
-        for f in (step, fs.grad(loss)):
-            torch.manual_seed(0)
-            results.append(f(batch()[:n]))
-        torch.testing.assert_close(*results)

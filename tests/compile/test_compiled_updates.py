@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,10 +81,10 @@ CASES = [
 @seldom
 @pytest.mark.parametrize(("name", "backend", "kind", "policy"), CASES)
 @real_ranks(2)
-def test_updates_compile_with_the_step(rank: int, name: str, backend: str, kind: str, policy: str, tmp_path: Path) -> None:
+def test_updates_compile_with_the_step(rank: int, name: str, backend: str, kind: str, policy: str) -> None:
     """One graph for steps with other rates, two with floats: equal to eager, in the memory of the given tensors.
 
-    The second step has a gradient that is not finite. The state is saved as eager's is.
+    The second step has a gradient that is not finite.
     """
     if policy == "precision" and not _torch.FORWARD_CAN_BE_REPLACED:
         return  # torch 2.11: fs.compile refuses what is cast inside the model
@@ -114,10 +113,6 @@ def test_updates_compile_with_the_step(rank: int, name: str, backend: str, kind:
     assert [values.numbers for values in got[1].values()] == numbers
     assert Counters["stats"]["unique_graphs"] == (2 if kind == "float" else 1)
     assert not Counters["graph_break"]
-    for path, state in (("got", got), ("expected", expected)):
-        fs.checkpoint.save(tmp_path / path, {"params": state[0], "opt": state[1]}, spec)
-    like = {"params": expected[0], "opt": expected[1]}
-    close(*(fs.checkpoint.load(tmp_path / path, spec, like=like) for path in ("got", "expected")))
 
 
 def hostile(dtype: torch.dtype, i: int) -> Tensor:
@@ -208,11 +203,7 @@ def mistakes() -> dict[str, Callable[..., Any]]:
     extra = torch.ones(4)
     return {
         "a gradient of no unit": lambda u, p, s: u({**p, "v": extra}, s, p),
-        "no gradient": lambda u, p, s: u({}, s, p),
-        "None": lambda u, p, s: u({"w": None}, s, p),
-        "no state": lambda u, p, s: u(p, {}, p),
         "another state": lambda u, p, s: u(p, {"w": {"step": s["w"]["step"]}}, p),
-        "another dtype": lambda u, p, s: u({"w": p["w"].double()}, s, p),
         "another shape": lambda u, p, s: u({"w": p["w"][:2]}, s, p),
         "a rate that is no number": lambda u, p, s: u(p, s, p, lr="a"),
     }
