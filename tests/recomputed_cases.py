@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,11 +75,6 @@ class Frozen:
     log: list[Any] = field(default_factory=list)
 
 
-class Pair(NamedTuple):
-    left: list[Tensor]
-    right: dict[str, Any]
-
-
 def cached(self: Any, x: Tensor, state: Any) -> Tensor:
     layer = Plain()
     layer.keys = torch.tanh(self.lin(x))
@@ -115,12 +110,6 @@ def in_frozen(self: Any, x: Tensor, state: Any) -> Tensor:
     return x + sum(f.held * (1 + f.log[0]) for f in state.log)
 
 
-def in_pair(self: Any, x: Tensor, state: Any) -> Tensor:
-    state.left.append(self.lin(x).sin())
-    state.right["last"] = state.left[-1] + state.right.get("last", 0)
-    return x + sum(state.left) + state.right["last"]
-
-
 def replaced(self: Any, x: Tensor, state: Any) -> Tensor:
     """What was there is changed to another tensor, or taken away."""
     h = state.pop("h") * 2 if "h" in state else x
@@ -147,26 +136,11 @@ def kept_list(self: Any, x: Tensor, state: Any) -> Tensor:
     return x + sum(self.kept) * len(self.kept)
 
 
-def counter(self: Any, x: Tensor, state: Any) -> Tensor:
-    self.stats["calls"] += 1
-    return self.lin(x).sin() * self.stats["calls"]
-
-
-def counted(self: Any, x: Tensor, state: Any) -> Tensor:
-    self.count = len(x)
-    return self.lin(x).sin()
-
-
 def both_ways(self: Any, x: Tensor, state: Any) -> Tensor:
     """The same object as an argument and as an attribute."""
     assert self.shared is state
     self.shared.append(self.lin(x).sin())
     return x + sum(state) * len(self.shared)
-
-
-def clear(model: Any, x: Tensor, state: Any) -> None:
-    for block in model.blocks:
-        block.stats.clear()
 
 
 def share(model: Any, x: Tensor, state: Any) -> None:
@@ -221,14 +195,11 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "deque": lambda: Model(listed, lambda: deque(maxlen=2)),
     "slots": lambda: Model(in_slots, Slots, lambda model, state: state.held.sum() * state.count),
     "frozen dataclass": lambda: Model(in_frozen, Frozen, lambda model, state: state.log[0].held.sum()),
-    "namedtuple": lambda: Model(in_pair, lambda: Pair([], {}), lambda model, state: (state.left[0] * state.left[1]).sum()),
     "replaced": lambda: Model(replaced, dict, lambda model, state: (state["again"] ** 2).sum()),
     "generator": lambda: Model(in_generator, lambda: torch.Generator().manual_seed(3)),
     "python's random": lambda: Model(in_python_random),
     "aux loss on itself": lambda: Model(aux_attribute, read=lambda model, state: sum(b.aux for b in model.blocks)),
     "list on itself": lambda: Model(kept_list, read=lambda model, _: sum(b.kept.pop().sum() for b in model.blocks), kept=[]),
-    "dict on itself": lambda: Model(counter, before=clear, stats=defaultdict(int)),
-    "count on itself": lambda: Model(counted, read=lambda model, state: sum(block.count for block in model.blocks)),
     "argument and attribute": lambda: Model(both_ways, list, before=share),
     "given as attribute": lambda: Model(lambda self, x, state: self.lin(x + self.given).sin(), before=give),
     "partial on itself": lambda: Model(lambda self, x, state: self.scale(self.lin(x).sin()), scale=DOUBLED),

@@ -24,7 +24,6 @@ from funshard import P, Remat, _torch
 Step = Callable[..., Any]
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{IMPORT}"), pytest.mark.usefixtures("fresh_dynamo")]
 MM, EXP, SIN, TANH = (getattr(torch.ops.aten, name).default for name in ("mm", "exp", "sin", "tanh"))
-BERNOULLI = torch.ops.aten.bernoulli.p
 units = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: a module's forward is put around its own")
 
 
