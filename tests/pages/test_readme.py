@@ -190,9 +190,6 @@ def test_the_reading_order_is_that_of_the_code() -> None:
         assert {*re.findall(r"`(\w+)`", names)} <= defined, (place, names)
 
 
-WORDS = ["seed", "dropout", "frozen", "generate", "no_grad", "lr_scheduler", "save_pretrained", "transformers", "synced_gpus"]
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_doctests(name: str) -> None:
     """The examples in a module's docstrings give what they show."""

@@ -19,11 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import module_class, refused, unchanged
 from parity import GRADIENTS, HIGHER, MAIN_WAYS, WAYS, shards_of, step_with
-from peer_models import fsdp2
 from ranks import mesh_of, real_ranks
-from test_memory import Alive, no_collector
+from test_memory import no_collector
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -244,29 +242,6 @@ def test_training_with_masters(rank: int, p: P, precision: Precision, dtype: tor
     check_training(rank, model, spec, precision, way)
 
 
-@at_most(1)
-@each(reshard=[True, False])
-@pytest.mark.parametrize(
-    ("param", "reduce", "output"), [(F16, None, None), (F16, F32, None), (None, F16, None), (BF16, F32, F32), (BF16, None, F32)]
-)
-@real_ranks(2)
-def test_fully_shard_bit_by_bit(rank: int, param: Dtype, reduce: Dtype, output: Dtype, reshard: bool) -> None:
-    """FSDP2 itself: loss, gradients and, by them, three steps. From torch 2.15 on it reduces in the parameters' own dtype
-    where it is told none; ours is still ``param``."""
-    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce or param, output_dtype=output)
-    reference = fsdp2(mlps(), MLP, mp_policy=policy, reshard_after_forward=reshard)
-    model, spec, params = of_mlps(P("shard", reshard=reshard), Precision(param=param, reduce=reduce, output=output))
-    ours, theirs = (torch.optim.Adam(some, lr=1e-2) for some in (params.values(), reference.parameters()))
-    for step in range(3):
-        theirs.zero_grad()
-        expected = reference(batch(rank, step)).float().pow(2).mean()
-        expected.backward()
-        grads, value = fs.grad_and_value(loss_of(model, spec, batch(rank, step)))(params)
-        assert torch.equal(value, expected.detach())
-        same(grads, fs.shard({n: p.grad.full_tensor() for n, p in reference.named_parameters()}, spec))
-        step_with(grads, params, ours, theirs)
-
-
 WithInteger = module_class(
     "WithInteger",
     lambda: {"frozen": MLP(16), "trained": MLP(16), "shift": nn.Parameter(torch.arange(16), requires_grad=False)},
@@ -314,7 +289,6 @@ def output_of_transformers(x: Tensor, n: Tensor) -> Any:
 
 
 STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
-    "dataclass": (Data, lambda s: (s.x, s.n)),
     "nested": (lambda x, n: Data([Data(x, None)], {"n": Pair(n, n)}), lambda s: (s.x[0].x, s.n["n"].n)),
     "namedtuple": (Pair, lambda s: (s.x, s.n)),
     "dict": (lambda x, n: {"x": x, "n": n}, lambda s: (s["x"], s["n"])),
@@ -405,26 +379,19 @@ class SavedModel(nn.Module):
         """Gives a tensor to a unit that it has made itself."""
         return self.c2(self.c1(x), y=torch.ones(2, 10))
 
-    def features(self, x: Tensor, *, y: Tensor) -> dict[str, Tensor]:
-        RUNS.extend((("x", x.dtype), ("y", y.dtype)))
-        return {"c1": self.c1(x), "y": y}
-
 
 ONE_SUBMODULE: dict[str, tuple[bool, dict[str, Precision | None], str | None, tuple[torch.dtype, ...], bool]] = {
     "on c2": (False, {"c2": HALF}, None, (F32, F32, F16), True),
     "skip inputs": (True, {"c2": UNCAST}, None, (F32, F32, F32), True),
     "on c1, output float32": (False, {"c1": Precision(param=F16, output=F32)}, None, (F32, F16, F32), True),
     "on c1, output restored": (False, {"c1": Precision(param=F16, restore_outputs=True)}, None, (F32, F16, F32), True),
-    "different precisions": (False, {"": Precision(param=F32), "c2": HALF}, None, (F32, F32, F16), True),
     "on both": (False, {"c1": HALF, "c2": Precision(param=BF16)}, None, (F32, F16, BF16), True),
     "on the root": (False, {"": HALF}, None, (F16, F16, F16), True),
     "on the root and both": (False, {"": HALF, "c1": Precision(param=F32), "c2": HALF}, None, (F16, F32, F16), True),
     "on c2, nobody casts": (False, {"c2": UNCAST}, None, (F32, F32, F32), False),
-    "on c1, c2 does not cast back": (False, {"": Precision(param=F32), "c1": HALF}, None, (F32, F16, F16), False),
     "external, on both": (False, {"": HALF, "c2": HALF}, "with_more", (F16, F16, F16), True),
     "external, skip inputs": (False, {"": HALF, "c2": UNCAST}, "with_more", (F16, F16, F32), True),
     "external, a unit without": (False, {"": HALF, "c2": None}, "with_more", (F16, F16, F32), False),
-    "external, another": (False, {"": HALF, "c2": Precision(param=BF16)}, "with_more", (F16, BF16, BF16), True),
 }
 """Whether modules cast by themselves, the precisions, the method, the dtypes that the root, c1 and c2 see, or c1 and c2's two
 inputs, and whether they fit: where one that differs runs first, that is torch's error."""
@@ -467,15 +434,6 @@ def test_recomputation_sees_the_same_casts(output: torch.dtype | None, way: str)
     assert sorted(RUNS, key=str) == [("c1", BF16), ("c1", BF16), *again, ("model", F32)]
 
 
-@pytest.mark.parametrize("output", [None, F64])
-def test_other_methods_are_cast_around_too(output: torch.dtype | None) -> None:
-    model, spec = saved_model(False, {"": Precision(param=BF16, output=output)})
-    args, kwargs = (torch.ones(2, 10),), {"y": torch.ones(2, dtype=F64)}
-    out = fs.functional_call(model, fs.shard(model, spec), args, kwargs, spec=spec, method="features")
-    assert RUNS == [("x", BF16), ("y", BF16), ("c1", BF16)]
-    assert {x.dtype for x in out.values()} == {output or BF16}
-
-
 # --- normalisation ---
 def norm_model(kind: str) -> nn.Sequential:
     torch.manual_seed(0)
@@ -508,38 +466,6 @@ def test_norm_modules(rank: int, kind: str, param: torch.dtype) -> None:
         assert buffers[n].dtype == model.get_buffer(n).dtype
         assert torch.equal(buffers[n], b.to(buffers[n].dtype))
     same(grads, fs.shard(expected, spec))
-
-
-@pytest.mark.filterwarnings("ignore::funshard._call.buffers.BufferWarning")  # torch.func's way takes no buffers from outside
-@every(way=MAIN_WAYS, kind=["layer", "batch", "batch2d"])
-def test_full_precision(kind: str, way: str) -> None:
-    """``_module_classes_to_ignore``: in and out of the module's own float32, what comes after in bfloat16 again."""
-    model = norm_model(kind)
-    seen: dict[str, torch.dtype] = {}
-    norm = model[1] if kind != "batch2d" else model[2]
-    forward = norm.forward
-
-    def spied(x: Tensor) -> Tensor:
-        seen["norm"], seen["weight"] = x.dtype, norm.weight.dtype
-        return forward(x)
-
-    norm.forward = spied
-    model[-1].register_forward_pre_hook(lambda _, args: seen.update(after=args[0].dtype))
-    low = P("shard", precision=Precision(param=BF16, buffer=BF16))
-    spec = fs.policies.full_precision(fs.policies.whole(low), nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)(model)
-    buffers = {n: b.clone() for n, b in model.named_buffers()}
-    x = batch(0, 0)
-    loss = lambda p: fs.functional_call(model, p, (x,), spec=spec, buffers=buffers).float().sum()  # noqa: E731
-    if way == "torch.func":
-        loss = lambda p: fs.functional_call(model, p, (x,), spec=spec).float().sum()  # noqa: E731
-    WAYS[way](loss)(fs.shard(model, spec))
-    assert seen == {"norm": F32, "weight": F32, "after": BF16}
-    if kind == "batch" and way != "torch.func":
-        linear = copy.deepcopy(model[0]).to(BF16)
-        plain = nn.BatchNorm1d(16)
-        plain(linear(x.to(BF16)).float())
-        assert torch.equal(buffers["1.running_mean"], plain.running_mean)
-        assert torch.equal(buffers["1.running_var"], plain.running_var)
 
 
 def test_clamp_reduce_dtype() -> None:
@@ -612,47 +538,6 @@ def test_ignored_modules_are_not_cast() -> None:
 
 
 # --- memory ---
-class Bytes(Alive):
-    """As `Alive`, in bytes, and what was sent as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[Any] = []
-
-    def now(self) -> list[int]:
-        return [ref().nbytes() for ref in dict(self.gathered) if ref() is not None]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.startswith("_c10d_functional::all_gather_into_tensor"):
-            self.sent.append(weakref.ref(args[0].untyped_storage()))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@each(way=MAIN_WAYS, p=[P("shard"), P("shard", reshard=False), P("shard", remat=True)])
-def test_low_precision_buffers_are_freed(p: P, way: str) -> None:
-    """Gathered bytes at their peak, and after forward, are half of float32's; nothing is left of them or of what was sent."""
-    peaks = []
-    with world(4):
-        model = nn.Sequential(*[MLP(16) for _ in range(5)])
-        for precision in (None, Precision(param=BF16)):
-            spec, params = shards_of(fs.by_path({"*": dataclasses.replace(p, precision=precision)}), model)
-            after_forward = []
-            with no_collector(), Bytes() as alive:
-
-                def loss(params: fs.Params) -> Tensor:
-                    y = fs.functional_call(model, params, (batch(0, 0),), spec=spec).float().sum()
-                    after_forward.append(sum(alive.now()))
-                    return y
-
-                WAYS[way](loss)(params)
-                own = {p.untyped_storage()._cdata for p in params.values()}
-                assert [ref for ref in alive.sent if ref() is not None and ref()._cdata not in own] == []
-                assert alive.now() == []
-            peaks.append((alive.peak, *after_forward))
-    assert peaks[0] == tuple(2 * n for n in peaks[1])
-    assert peaks[0][0] > 0
-
-
 class Watched(MLP):
     """Notes the storage of the weight that it computes with."""
 
@@ -847,12 +732,10 @@ def test_what_is_sent_is_encoded(codec: str, sizes: tuple[int, ...]) -> None:
 
 TUPLE, ELEMENTS = "expected encode to return a tuple of tensors", r"expected decode to return 4 elements, got shape \[%s\]"
 CODEC_ERRORS: dict[str, tuple[Codec, type[Exception], str]] = {
-    "a list": (Codec(lambda x: [x], lambda x: x), TypeError, TUPLE + ", got list"),
     "a tensor": (Codec(lambda x: x, lambda x: x), TypeError, TUPLE + ", got Tensor"),
     "no tensor": (Codec(lambda x: (x, 3), lambda x, n: x), TypeError, TUPLE),
     "nothing": (Codec(lambda x: (), lambda: torch.ones(4)), TypeError, TUPLE + ", got an empty one"),
     "too few": (Codec(lambda x: (x,), lambda x: x[1:]), ValueError, ELEMENTS % "3"),
-    "two-dimensional": (Codec(lambda x: (x,), lambda x: x[None]), ValueError, ELEMENTS % "1, 4"),
 }
 
 
