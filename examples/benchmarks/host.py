@@ -20,6 +20,8 @@ milliseconds are for each block, too. "Collectives" are those of a step.
 attention by its name. Beside them "FSDP2 remat" and its two are torch.utils.checkpoint (not reentrant) of FSDP2's blocks, with
 torch's own selective checkpoint.
 
+"bare" and "bare keep" are the floor of this design, without checks and options: `bare.py`.
+
 "bf16" computes in bf16; "bf16 keep" has the normalisation layers' parameters in float32 in the same gathers, "bf16 apart" in
 units of their own.
 """
@@ -33,6 +35,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from bare import bare
 from common import (
     ATTENTION,
     BF16,
@@ -95,6 +98,8 @@ def modes(mesh: dist.DeviceMesh) -> dict[str, Callable[[nn.Module], Step]]:
         "keep": functools.partial(sharded, p=fs.P("shard", reshard=False)),
         "P()": functools.partial(sharded, p=fs.P()),
         "torch.func": functools.partial(sharded, p=fs.P("shard"), grad=torch.func.grad_and_value),
+        "bare": bare,
+        "bare keep": functools.partial(bare, reshard=False),
         **{f"FSDP2 by {n}": functools.partial(fsdp2, mesh=mesh, group=n) for n in (2, 4)},
         **{f"shard by {n}": functools.partial(grouped, size=n) for n in (2, 4)},
         "FSDP2 remat": checkpointed(fully_sharded(reshard=True)),
