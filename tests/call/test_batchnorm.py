@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import stacked
 from depth import at_most, depth, each, mark_seldom, seldom
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from models import module_class, unchanged
-from ranks import Pool, mesh_of, real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
+from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard.collectives import Mesh
@@ -175,39 +175,34 @@ def normed(norm: nn.Module, steps: list[Tensor]) -> tuple[list[Tensor], list[Ten
     return [out.detach() for out in outs], grads, dict(norm.named_buffers()), still
 
 
-def alone(rank: int, norm: nn.Module, steps: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor], Tree, Tensor]:
-    return normed(fs.SyncBatchNorm.convert_sync_batchnorm(norm), [xs[rank] for xs in steps])
-
-
-@settings(max_examples=depth(10, 250))
-@given(
-    st.sampled_from(sorted(KINDS)),
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda n: sum(n) > 1), min_size=1, max_size=3),
-    st.sampled_from([0.1, 0.5, None]),
-    st.booleans(),
-    st.booleans(),
+@pytest.mark.parametrize(
+    ("shape", "counts", "momentum", "affine", "track"),
+    [
+        ((3,), [(1, 1), (0, 2)], None, True, True),
+        ((3, 5), [(4, 2)], 0.1, False, True),
+        ((3, 2, 3), [(2, 3), (1, 0)], 0.5, True, False),
+        ((3, 1, 2, 2), [(0, 2), (3, 1), (1, 1)], None, False, True),
+    ],
 )
-@example((3,), [(1, 1), (0, 2)], None, True, True)
+@real_ranks(2)
 def test_any_batches(
-    gloo2: Pool, shape: tuple[int, ...], counts: list[tuple[int, int]], momentum: float | None, affine: bool, track: bool
+    rank: int, shape: tuple[int, ...], counts: list[tuple[int, int]], momentum: float | None, affine: bool, track: bool
 ) -> None:
     """Outside of functional_call, over all processes: BatchNorm of the joined batch, for any shapes and numbers of samples.
     The gradient of the sum over ranks is what a backward on every rank gives: what one rank's value does to all losses."""
     norm = KINDS[shape](3, momentum=momentum, affine=affine, track_running_stats=track).double()
-    if affine:
-        nn.init.normal_(norm.weight)
-        nn.init.normal_(norm.bias)
+    for p in norm.parameters():
+        nn.init.normal_(p)
     steps = [[torch.randn(n, *shape, dtype=torch.float64) * (i + 1) + i for n in pair] for i, pair in enumerate(counts)]
-    results = gloo2.run(alone, norm, steps)
+    ours = normed(fs.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm)), [xs[rank] for xs in steps])
     outs, grads, buffers, _ = normed(norm, [torch.cat(xs) for xs in steps])
-    for rank, (our_outs, our_grads, our_buffers, after) in enumerate(results):
-        for i, xs in enumerate(steps):
-            first = 0 if rank == 0 else len(xs[0])
-            assert_close(our_outs[i], outs[i][first : first + len(xs[rank])], rtol=1e-9, atol=1e-11)
-            assert_close(our_grads[i], grads[i][first : first + len(xs[rank])], rtol=1e-9, atol=1e-9)
-        assert_close(our_buffers, buffers, rtol=1e-10, atol=1e-12)
-        if track:  # of one value per channel torch takes no statistics
-            assert_close(after, norm(steps[-1][rank].cos()).detach())
+    for i, xs in enumerate(steps):
+        mine = slice(len(xs[0]), None) if rank else slice(len(xs[0]))
+        assert_close(ours[0][i], outs[i][mine], rtol=1e-9, atol=1e-11)
+        assert_close(ours[1][i], grads[i][mine], rtol=1e-9, atol=1e-9)
+    assert_close(ours[2], buffers, rtol=1e-10, atol=1e-12)
+    if track:  # of one value per channel torch takes no statistics
+        assert_close(ours[3], norm(steps[-1][rank].cos()).detach())
 
 
 @seldom
@@ -238,39 +233,35 @@ def test_compiled(rank: int) -> None:
             assert_close(run(params, dict(statistics)), expected, rtol=1e-9, atol=1e-9)
 
 
-def ensemble(mesh: Mesh, x: Tensor, p: fs.P) -> dict[str, Tree]:
-    """Three models in one vmap, each with parameters and statistics of its own."""
-    spec = fs.by_type(Block, p=p)(MODEL).on(mesh)
-
-    def loss(params: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
-        buffers = dict(buffers)
-        return (fs.functional_call(MODEL, params, x, spec=spec, buffers=buffers) ** 3).sum(1).mean(), buffers
-
-    members = [fs.shard({name: t * (1 + i) for name, t in FULL.items()}, spec) for i in range(3)]
-    params = {key: torch.stack([member[key] for member in members]) for key in members[0]}
-    buffers = {name: torch.stack([b + i for i in range(3)]) for name, b in BUFFERS.items()}
-    grads, after = torch.vmap(torch.func.grad(loss, has_aux=True))(params, buffers)
-    return {f"{what} {i}": {k: t[i] for k, t in tree.items()} for i in range(3) for what, tree in (("g", grads), ("b", after))}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @real_ranks(2)
 def test_ensembles(rank: int, layout: str) -> None:
     """vmap over parameters and statistics, on real ranks and simulated ones: each member is BatchNorm on the joined batch."""
-    p, xs = LAYOUTS[layout], batch(4, 4)
-    spec = fs.by_type(Block, p=p)(MODEL).bound
+    xs, policy = batch(4, 4), fs.by_type(Block, p=LAYOUTS[layout])
+    full = [{name: t * (1 + i) for name, t in FULL.items()} for i in range(3)]
+    statistics = [{name: b + i for name, b in BUFFERS.items()} for i in range(3)]
 
-    def loss(full: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
+    def of_all(mesh: Mesh, x: Tensor) -> tuple[Tree, Tree]:
+        spec = policy(MODEL).on(mesh)
+
+        def loss(params: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
+            buffers = dict(buffers)
+            return (fs.functional_call(MODEL, params, (x,), spec=spec, buffers=buffers) ** 3).sum(1).mean(), buffers
+
+        return torch.vmap(torch.func.grad(loss, has_aux=True))(
+            stacked([fs.shard(one, spec) for one in full]), stacked(statistics)
+        )
+
+    def plainly(full: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
+        buffers = {name: b.clone() for name, b in buffers.items()}
         return (torch.func.functional_call(PLAIN, (full, buffers), torch.cat(xs)) ** 3).sum(1).mean(), buffers
 
-    simulated = fs.testing.spmd(lambda mesh, x: ensemble(mesh, x, p), 2)(torch.stack(xs))
-    mine = {name: {k: t[rank] for k, t in tree.items()} for name, tree in simulated.items()}
-    for got in (ensemble(Mesh.world(), xs[rank], p), mine):
-        for i in range(3):
-            full = {name: t * (1 + i) for name, t in FULL.items()}
-            grads, after = torch.func.grad(loss, has_aux=True)(full, {name: b + i for name, b in BUFFERS.items()})
-            assert_close(got[f"g {i}"], dict(fs.shard(grads, spec)), rtol=1e-9, atol=1e-9)
-            assert_close(got[f"b {i}"], after, rtol=1e-9, atol=1e-9)
+    want = [torch.func.grad(plainly, has_aux=True)(*one) for one in zip(full, statistics, strict=True)]
+    spec = policy(MODEL).bound
+    expected = stacked([fs.shard(grads, spec) for grads, _ in want]), stacked([after for _, after in want])
+    assert_close(of_all(Mesh.world(), xs[rank]), expected, rtol=1e-9, atol=1e-9)
+    simulated = fs.testing.spmd(of_all, 2)(torch.stack(xs))
+    assert_close(pytree.tree_map(lambda t: t[rank], simulated), expected, rtol=1e-9, atol=1e-9)
 
 
 @real_ranks(2)

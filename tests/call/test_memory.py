@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
-from funshard import Codec, P, Precision, _torch, codecs
+from funshard import Codec, P, Precision, _torch
 
 
 @contextlib.contextmanager
@@ -384,20 +384,6 @@ def test_a_step_does_no_more_than_it_must(frozen: set[str], strategy: str, way: 
         # of each layer from the first trained one on: one for its weight if that is trained, one for its input, not that one's
         assert did.products == len(trained) + (UNITS - 1 - first) + len(rerun)
         assert did.kept == [*range(max(first - 1, 0), UNITS)]
-
-
-@pytest.mark.parametrize("strategy", ["shard", "keep", "remat"])
-def test_at_rest_before_what_is_trained(strategy: str) -> None:
-    """The same of frozen units that are bytes, and of those after the first trained one bytes are gathered again."""
-    p = dataclasses.replace(STRATEGIES[strategy], at_rest=codecs.nf4(8))
-    with world(4):
-        did, spec = step({"0", "1", "3", "4"}, p, "fs", "flag")
-        lengths = {unit.key: spec.stored(unit)[0] for unit in spec}
-        sent = [s.bytes for s in did.sent.backward if s.op == "all_gather"]
-        again = [str(i) for i in range(2 + (not p.remat), UNITS - 1)] if p.reshard else []
-        of_frozen = [lengths[key] for key in again if spec.by_key[key].at_rest]
-        assert Counter(sent) == Counter([*of_frozen, *(gather(spec, key).bytes for key in again if key == "2")])
-        assert [s for s in did.sent.backward if s.op != "all_gather"] == [scatter(spec, "5"), scatter(spec, "2")]
 
 
 # --- how many kernels a step has beyond the plain one ---

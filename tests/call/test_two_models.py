@@ -111,12 +111,6 @@ def fooled(made: Callable[..., Any], judge: Callable[..., Any], x: Tensor) -> Te
     return F.softplus(-judge(made(x[:, :3]))).mean()
 
 
-def siamese(model: Callable[..., Any], x: Tensor) -> Tensor:
-    """The same model of two inputs, and of what it makes of them once more."""
-    one, two = model(x), model(x.flip(1))
-    return (one - two).square().mean() + (model(one[:, :1] + x) * two).sum(1).tanh().mean()
-
-
 def evaluated(model: Callable[..., Any], x: Tensor) -> Tensor:
     """With an evaluation between forward and backward, which counts as a number."""
     y = model(x)
@@ -157,7 +151,7 @@ def micro_batches(loss: Loss) -> Loss:
     ).mean()
 
 
-TASKS = {"gan": gan, "siamese": alone(siamese), "evaluated": alone(evaluated)}
+TASKS = {"gan": gan, "evaluated": alone(evaluated)}
 
 
 @at_most(1)
