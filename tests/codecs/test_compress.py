@@ -320,12 +320,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "rank": (lambda: powersgd(0), "rank of at least 1, got 0"),
     "chunk": (lambda: quantize(0), "at least one element, got 0"),
     "axis": (lambda: powersgd(axes="slow").init(ALONE), r"unknown mesh axis 'slow': .*\('shard',\)"),
-    "axes": (lambda: exact(("shard", "x")).reduce(GOOD, (), ALONE), "unknown mesh axis 'x'"),
     "a state of another rank": (
         lambda: reduce_with_state_of(powersgd(2, min_compression_rate=0)),
         r"'0.weight': expected a state whose q is \[6, 1\], got \[6, 2\]; make it by init",
     ),
-    "a batched state": (lambda: reduce_with_state_of(powersgd(batched=True)), r"a state whose q is \[6, 1\], got none"),
     "no error": (lambda: reduce_with_state_of(powersgd(error_feedback=False)), r"whose error is \[11, 6\], got none"),
 }
 

@@ -21,11 +21,11 @@ import torch
 from depth import mark_seldom, seldom
 from diverging import CASES, LIMIT, Trainer, raise_error
 from ranks import Pool, free_port, launch, real_ranks
-from test_rank_order import assert_says, error_of
+from test_rank_order import assert_says
+from test_sharding import message
 from torch import nn
 
 import funshard as fs
-from funshard import _torch
 from funshard._core import ops
 from funshard.collectives import _rank_check as switch
 from funshard.collectives._rank_check import _find_user_line
@@ -113,7 +113,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_line(rank: int) -> None:
             time.sleep(3.0)
         trainer.step()
 
-    text = error_of(steps)
+    text = message(steps)
     assert re.search(r"rank 0 has waited \d s to start all-gather .* unit 'layers.0' over 'shard'", text), text
     assert re.search(r"for rank 1, which is at .*test_check.py:\d+ in (.*\.)?steps: time.sleep\(3.0\)", text), text
     assert "fs.check(timeout=2)" in text
@@ -131,13 +131,13 @@ def test_a_rank_that_has_left_the_block_is_not_waited_for(rank: int) -> None:
         if rank != 1:
             fs.collectives.all_reduce(torch.ones(1), axis)
 
-    assert_says(error_of(reduce), "rank 1 does not come: it waits to start the end of fs.check(), block", "all-reduce")
+    assert_says(message(reduce), "rank 1 does not come: it waits to start the end of fs.check(), block", "all-reduce")
     assert time.monotonic() - begin < 30
 
 
 def entered_alone(rank: int) -> str:
     axis = fs.collectives.Mesh.world()["shard"]
-    return time.sleep(4) or "" if rank else error_of(fs.check(2)(fs.collectives.all_reduce), torch.ones(1), axis)
+    return time.sleep(4) or "" if rank else message(fs.check(2)(fs.collectives.all_reduce), torch.ones(1), axis)
 
 
 @seldom
@@ -199,7 +199,7 @@ def test_all_collectives_are_compared(rank: int) -> None:
          ("between hosts", "to compare gather_values of [2] torch.float32")),
     ]  # fmt: skip
     for *pair, words in cases:
-        assert_says(error_of(fs.check(LIMIT)(pair[rank])), *words)
+        assert_says(message(fs.check(LIMIT)(pair[rank])), *words)
 
 
 @real_ranks(2)
@@ -276,7 +276,7 @@ def test_a_compiled_step_is_compared_when_it_starts(rank: int) -> None:
     with fs.check(60):
         step(trainer.params)
     differ = fs.check(LIMIT)(lambda: step(trainer.params) if rank == 0 else trainer.step((2, 1, 0)))
-    assert_says(error_of(differ), "ranks disagree on collective", "rank 0 all-reduce, between hosts, to compare")
+    assert_says(message(differ), "ranks disagree on collective", "rank 0 all-reduce, between hosts, to compare")
 
 
 def test_without_other_ranks_nothing_happens() -> None:
@@ -294,31 +294,6 @@ def test_without_other_ranks_nothing_happens() -> None:
         with pytest.raises(ValueError, match="timeout: expected a positive number"), fs.check(timeout):
             pass
     assert ops._listener is None
-
-
-def without_connection(rank: int) -> list[object]:
-    """Its own setup fails on every rank; afterwards nothing is left of it."""
-
-    def fail(*_: object) -> Any:
-        raise RuntimeError("no route to host")
-
-    switch._state.monitor, old = None, _torch.connect_store
-    _torch.connect_store = fail
-    try:
-        with fs.check():
-            pass
-    except RuntimeError as error:
-        text = str(error)
-    finally:
-        _torch.connect_store = old
-    return [text, ops._listener, len(switch._state.timeouts)]
-
-
-def test_a_check_that_cannot_connect(gloo2: Pool) -> None:
-    for text, *rest in gloo2.run(without_connection):
-        assert "gives no connection: no route to host; expected" in text
-        assert rest == [None, 1]
-    gloo2.stop()
 
 
 # --- The whole process ---

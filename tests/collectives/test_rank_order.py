@@ -62,15 +62,6 @@ def own_group() -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
 
 
-def error_of(run: Callable[..., object], *args: object) -> str:
-    """What it raises, '' for nothing."""
-    try:
-        run(*args)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def assert_says(error: str, *words: str) -> None:
     for word in words:
         assert word in error, error
@@ -94,7 +85,7 @@ def by_route(
 def routed(rank: int, strategy: str, route: str, step: str, **options: Any) -> str:
     """What a rank's step says, '' where it ends."""
     loss, params = by_route(rank, ROUTES[route](rank), p=STRATEGIES[strategy], **options)
-    return error_of(DERIVATIVES[step](loss), params)
+    return message(DERIVATIVES[step](loss), params)
 
 
 @at_most(7)
@@ -118,7 +109,7 @@ def early(rank: int, layers: int, strategy: str, routes: tuple[tuple[int, ...], 
     spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model).on(mesh)
     x = numbers(rank, 0, width=6).requires_grad_()
     loss = DERIVATIVES[step](lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())
-    return error_of(loss, fs.shard(model, spec))
+    return message(loss, fs.shard(model, spec))
 
 
 @at_most(3)
@@ -153,7 +144,7 @@ def with_unequal_losses(rank: int, strategy: str, checked: bool = False) -> str:
         return (seen[-1] if rank else out).sum()
 
     run = fs.grad(loss)
-    return error_of(fs.check(timeout=20)(run) if checked else run, fs.shard(model, spec))
+    return message(fs.check(timeout=20)(run) if checked else run, fs.shard(model, spec))
 
 
 @real_ranks(2)
@@ -198,7 +189,7 @@ def test_a_forward_without_a_backward_is_compared(rank: int) -> None:
 def left_alone(rank: int) -> str:
     """What rank 0 says where rank 1 compares nothing, in a group with a timeout of two seconds."""
     group: Any = dist.new_group(timeout=timedelta(seconds=2))
-    return error_of(check_sequence, ["a gather"], group.group_name, torch.ones(1)) if rank == 0 else ""
+    return message(check_sequence, ["a gather"], group.group_name, torch.ones(1)) if rank == 0 else ""
 
 
 def test_a_rank_that_compares_nothing_is_an_error_within_the_timeout(gloo2: Pool) -> None:
@@ -215,7 +206,7 @@ def test_check_order_can_be_turned_off(rank: int) -> None:
 def replicas(rank: int) -> list[str]:
     """HSDP on 2 x 2 ranks: two replicas may evaluate other units, and may not train them."""
     loss, params = by_route(rank, (0, 1) if rank < 2 else (1, 0), mesh_of(2, 2), 2)
-    return [error_of(torch.no_grad()(loss), params), error_of(fs.grad(loss), params)]
+    return [message(torch.no_grad()(loss), params), message(fs.grad(loss), params)]
 
 
 def test_replicas_are_compared_where_they_reduce(gloo4: Pool) -> None:
@@ -251,7 +242,7 @@ def test_ranks_that_have_made_different_numbers_of_groups(gloo4: Pool, tmp_path:
 def test_no_rank_returns_values_where_one_between_others_ran_another_unit(rank: int) -> None:
     """All ranks compare what they have gathered at the end of forward."""
     loss, params = by_route(rank, (0, 2) if rank == 1 else (0, 1), prefetch=0)
-    assert error_of(torch.no_grad()(loss), params).startswith("ranks ran different units")
+    assert message(torch.no_grad()(loss), params).startswith("ranks ran different units")
 
 
 # --- ranks slice what each of them holds itself: shard compares the values first ---

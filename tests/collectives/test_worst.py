@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
-import ranks
 import test_matrix
 import torch
 import torch.distributed as dist
-from depth import at_most, depth, each, mark_seldom, some
+from depth import at_most, depth, each
 from models import module_class
 from parity import WAYS, loss_of, mean_square
 from ranks import Pool, real_ranks
 from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 from worst import Misuse, watched
 
 import funshard as fs
-from funshard import P, _torch
+from funshard import _torch
 from funshard._call.schedule import GatheredUnit
 from funshard._core import ops as ops
 from funshard._wire.chain import BufferPool, CollectiveChain
@@ -132,33 +129,3 @@ def test_the_matrix(worst2: Pool, worst4: Pool, transform: str, strategy: str) -
     pool = {2: worst2, 4: worst4}[STRATEGIES[strategy].real]
     results = pool.run(test_matrix.on_real_ranks, strategy, (transform,))
     test_matrix.check_real(strategy, results, transform)
-
-
-LAYOUTS: dict[str, tuple[tuple[int, ...], P]] = {
-    "shard": ((2,), P("shard")),
-    "remat": ((2,), P("shard", remat=True)),
-    "replicated": ((2,), P()),
-    "low": ((2,), P("shard", precision=fs.Precision(reduce=torch.float64))),
-    "hsdp": ((2, 2), P("shard")),
-    "two axes": ((2, 2), P(("replicate", "shard"))),
-}
-
-
-def second_mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    """A mesh of this shape on process groups of its own, which torch does not give one over all ranks."""
-    group: Any = dist.new_group()
-    return ranks.mesh_of(*shape) if len(shape) > 1 else DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
-
-
-@at_most(1)
-@pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, *[*LAYOUTS][::2]))
-@real_ranks(lambda layout: torch.Size(LAYOUTS[layout][0]).numel(), "worst")
-def test_what_overlaps(rank: int, layout: str) -> None:
-    """Gathers ahead and reductions behind, over one mesh or two."""
-    shape, p = LAYOUTS[layout]
-    model, mesh, second = network(), ranks.mesh_of(*shape), second_mesh(shape)
-    assert mesh.get_group(0).group_name != second.get_group(0).group_name
-    policy = fs.by_type(Layer, p=p)(model)
-    specs = {"one mesh": policy.on(mesh), "two": policy.on(mesh, reductions=second)}
-    for which, prefetch, in_flight, way in some(itertools.product(specs, (0, 1, 2), (1, 2), ("backward", "torch.func")), 1):
-        step(rank, specs[which], model, way, prefetch=prefetch, in_flight=in_flight)

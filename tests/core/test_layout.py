@@ -351,6 +351,7 @@ def test_a16_ignoring_the_second_home_of_a_shared_module() -> None:
         spec = fs.policies.ignoring(fs.policies.whole(), modules=[parent])(model)
         assert set(spec.ignored) >= {"a.0.weight", "a.0.bias"}
         assert set(spec.by_name) == ({"a.1.weight", "a.1.bias"} if parent == "b" else set())
+    assert dict(fs.policies.ignoring(fs.by_type(nn.Linear), modules=["b"])(model).selected).keys() == {"a.1"}
 
 
 # --- Managed states: which modules and parameters a unit has (test_fully_shard_init.py, test_fsdp_flatten_params.py). ---

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ import optree
 import pytest
 import torch
 from collective_log import Collectives, gather, world
-from depth import at_most, mark_seldom, seldom
+from depth import at_most
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -184,19 +182,6 @@ def test_states_of_one_tree_map_have_one_declaration(library: Any) -> None:
     assert_close(added[""]["count"], 2 * plain["count"])
     with pytest.raises(ValueError, match=r"expected numbers among \['sum', 'count'\], got 'step'"):
         UnitState(plain, ["step"])  # it is 'count' here
-
-
-@seldom
-@pytest.mark.parametrize("first", mark_seldom(["", "import funshard"], "import funshard"))
-def test_both_of_torchs_trees_know_a_state(first: str) -> None:
-    """The one in C++ is imported on demand, in a process of its own here."""
-    code = """
-import torch, torch.utils._cxx_pytree as tree
-import funshard as fs
-state = {"": fs.optim.UnitState({"count": torch.ones(()), "sum": torch.ones(3)}, ["count"])}
-assert tree.tree_map(torch.neg, state)[""].numbers == {"count"}
-"""
-    subprocess.run([sys.executable, "-c", first + code], check=True)
 
 
 def test_a_state_of_numbers_alone_is_stored_by_parameter(tmp_path: Path) -> None:

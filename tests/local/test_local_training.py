@@ -68,9 +68,6 @@ def accumulated(case: Rank) -> None:
     for keep in ("shards", "full"):
         grads, _ = fs.accumulate(case.loss, case.params, list(case.x), spec=case.spec, keep=keep)
         case.check(grads)
-    pieces = fs.unshard(case.params, case.spec, whole=False)
-    of_each = [fs.grad(case.loss)(pieces, x) for x in case.x]
-    case.check(fs.reduce_grads({name: sum(g[name] for g in of_each) / MICRO for name in pieces}, case.spec))
 
 
 def updated_in_backward(case: Rank) -> None:
