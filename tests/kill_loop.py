@@ -1,15 +1,13 @@
 """A loop that saves at every step is killed at random moments and started again, so many times.
 
-    python tests/kill_loop.py --kills 50 [--ranks 4]
-
 Each time one of the ranks, the first, or all are killed, interrupted or stopped, at some moment of a save or between two.
 What has to hold each time: those that are left end by themselves, soon after the save's timeout; the last checkpoint loads,
-as a whole, and is not older than the last one whose end was told; and the directory does not grow. One line if it did.
+as a whole, and is not older than the last one whose end was told; and the directory does not grow.
+As a script, ``kill_loop.py FOLDER SEED``, it is one of the ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import random
@@ -52,7 +50,7 @@ def steps_in(saved: dict[str, Any]) -> set[int]:
     return {saved["step"], *(int(x) for shard in saved["params"].values() for x in shard.tolist())}
 
 
-def loop(folder: Path, seed: int) -> None:
+def loop(folder: Path, seed: str) -> None:
     """Steps until it is killed, each saved; what is begun and what is over is told line by line."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     rank, order = dist.get_rank(), random.Random(seed)
@@ -97,7 +95,7 @@ def kill(folder: Path, order: random.Random, seconds: float, ranks: int) -> tupl
         def said() -> str:
             return Path(output.name).read_text()
 
-        processes = start(ranks, Path(__file__), ["--loop", str(folder), "--seed", str(order.random())], output.name)
+        processes = start(ranks, Path(__file__), [str(folder), str(order.random())], output.name)
         try:
             wait_for(lambda: last(said(), "over") > 0 or any(p.exitcode is not None for p in processes), SLACK * 2, said)
             time.sleep(order.uniform(0, seconds))
@@ -148,15 +146,4 @@ def kills(number: int, folder: Path, seed: int, seconds: float = 0.5, ranks: int
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", default="0")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--loop", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.loop:
-        loop(args.loop, args.seed)
-        sys.exit()
-    with tempfile.TemporaryDirectory() as folder:
-        done = kills(args.kills, Path(folder), args.seed, ranks=args.ranks)
-        print(f"{done.total()} times, {max(map(int, os.listdir(folder)))} checkpoints: {dict(done)}")
+    loop(Path(sys.argv[1]), sys.argv[2])

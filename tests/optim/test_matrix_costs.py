@@ -6,15 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
-import matrix_peers as peers
 import pytest
 import torch
 from collective_log import Collectives, Sent, world
 from depth import at_most, depth, each, every, seldom
-from ranks import mesh_of, real_ranks
-from test_by_matrix import MESHES, piece_of
+from ranks import mesh_of
+from test_by_matrix import piece_of
 from test_memory import Peak, no_collector
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -22,7 +20,6 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import P
 from funshard.collectives import ProcessAxis
-from funshard.optim import _matrix_rules as muon_module
 
 # --- what is sent ---
 AXES: dict[str, tuple[str | tuple[str, ...] | None, tuple[str, ...]]] = {
@@ -31,7 +28,6 @@ AXES: dict[str, tuple[str | tuple[str, ...] | None, tuple[str, ...]]] = {
     "hsdp": ("shard", ("replicate", "shard")),
     "two axes": (("replicate", "shard"), ("replicate", "shard")),
 }
-ON = MESHES | {"4 ranks": ({"shard": 4}, "shard")}
 
 
 def blocks(count: int, size: int, device: str = "cpu") -> nn.Sequential:
@@ -118,30 +114,6 @@ def test_ranks_work_at_the_same_time(axes: str, ranks: int) -> None:
             done[owner] = max(done[owner], before) + work[owner]  # pyright: ignore[reportArgumentType]
         before, last = last, max(done.values())
     assert last <= 1.125 * sum(m.cost for m in known.chosen) / ranks
-
-
-@at_most(1)
-@each(mesh=["fsdp", "ddp", "hsdp", "4 ranks"])
-@real_ranks(lambda mesh: math.prod(ON[mesh][0].values()))
-def test_each_matrix_is_worked_on_once(rank: int, mesh: str) -> None:
-    """In the whole mesh, by each rank some: the shapes of what ranks have made orthogonal in two steps."""
-    done: list[tuple[int, ...]] = []
-    plain = muon_module.orthogonal
-
-    def orthogonal(x: torch.Tensor, **options: Any) -> torch.Tensor:
-        done.extend([tuple(x.shape[-2:])] * x.shape[:-2].numel())
-        return plain(x, **options)
-
-    sizes, axis = ON[mesh]
-    model = nn.Sequential(*(nn.Linear(i + 2, 3) for i in range(5)), nn.Linear(2, 3))
-    spec = fs.policies.always(P(axis))(model).on(mesh_of(**sizes))
-    full = {name: p.detach() for name, p in model.named_parameters()}
-    with mock.patch.object(muon_module, "orthogonal", orthogonal):
-        peers.sharded(spec, fs.optim.muon(spec), full, [full] * 2)
-    of_all: list[Any] = [None] * math.prod(sizes.values())
-    torch.distributed.all_gather_object(of_all, done)
-    assert Counter(shape for some in of_all for shape in some) == {**{(3, i + 2): 2 for i in range(1, 5)}, (3, 2): 4}
-    assert done
 
 
 # --- what is alive ---

@@ -241,7 +241,7 @@ def test_due_where_torchs_are(periods: int | set[int], warmup_steps: int, start:
 
 @real_ranks(4)
 def test_averagers_on_real_ranks(rank: int) -> None:
-    """utils.average_parameters in a group, then the two averagers: parameters after each step that moves them apart."""
+    """utils.average_parameters in a group; and whatever order the keys of a rank's dict have."""
     mesh = mesh_of(**PAIRS)
     spec = REPLICATED(MODEL).on(mesh)
     mine = {"1.bias": torch.full((5,), float(rank % 2)).double()}
@@ -253,22 +253,6 @@ def test_averagers_on_real_ranks(rank: int) -> None:
     keys = ["0", "1"] if rank % 2 else ["1", "0"]  # a dict in an order of this rank's own
     got = av.average({key: torch.full((3,), rank + 10.0 * int(key)) for key in keys}, spec)
     same(got, {key: torch.full((3,), 1.5 + 10 * int(key)) for key in keys})
-
-    for warmup in range(12, 16):
-        hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup)
-        for period, theirs in ((4, PeriodicModelAverager(4, warmup)), (LEVELS, hierarchical)):
-            init, update = av.periodic(spec, period, warmup_steps=warmup)
-            model = copy.deepcopy(MODEL)
-            params, state = {name: p.detach().clone() for name, p in model.named_parameters()}, init()
-            for step in range(20):
-                params = drift(params, rank, step)
-                params, state = update(params, state)
-                moved = drift(dict(model.named_parameters()), rank, step)
-                for name, p in model.named_parameters():
-                    p.data, p.grad = moved[name].detach(), torch.zeros_like(p)
-                theirs.average_parameters(model.parameters())
-                assert_close(params, {name: p.detach() for name, p in model.named_parameters()}, rtol=1e-14, atol=1e-14)
-                assert state.step == theirs.step
 
 
 @seldom
