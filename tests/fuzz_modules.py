@@ -332,6 +332,13 @@ def Complex(m: Any, x: Tensor) -> Tensor:
     return y.real * m.scale + y.imag.tanh()
 
 
+@forward_of(nn.Module, lambda: {name: weight_of(WIDTH // 2, dtype=torch.complex128) for name in ("turn", "shift")})
+def Rotates(m: Any, x: Tensor) -> Tensor:
+    """Complex numbers, which are saved as pairs of real ones and conjugated."""
+    pairs = torch.view_as_real(m.turn) * torch.view_as_real(m.shift)
+    return pairs.flatten() * x + (m.turn.conj() * m.shift).abs().sum()
+
+
 @forward_of(One, lambda: {name: nn.Parameter(torch.rand(s)) for name, s in {"empty": (0, 3), "scale": (), "unused": 5}.items()})
 def Odd(m: Any, x: Tensor) -> Tensor:
     """Empty and 0-dim parameters, and one that is never used."""

@@ -106,18 +106,6 @@ def test_own_parameters_on_two_ranks(rank: int, how: str) -> None:
         assert all(p.grad is None for p in net.parameters())
 
 
-@pytest.mark.parametrize("how", HOW[:2])
-def test_own_parameters_on_simulated_ranks(how: str) -> None:
-    """The same where the ranks are simulated."""
-    net = model()
-
-    def run(mesh: Mesh, _: Tensor) -> Any:
-        return differentiated(how, net, dict(net.named_parameters()), fs.policies.whole()(net).on(mesh))
-
-    with pytest.raises(ValueError, match=r"is the model's own, .* on 2 ranks each would train alone"):
-        fs.testing.spmd(run, 2)(torch.zeros(2))
-
-
 @real_ranks(2)
 def test_own_parameters_where_nothing_is_lost(rank: int) -> None:
     """Without a derivative, on one rank, for what is frozen; and unshard's are full parameters like any."""
@@ -201,7 +189,6 @@ class Named(nn.Module):
         (lambda: fs.policies.whole()(Named(":frozen")), ":frozen"),
         (lambda: fs.by_path({"a": P()})(Named("z", Named(":frozen"))), None),
         (lambda: fs.by_path({"a": P()})(Named("a:frozen", Named("z"))), "a:frozen"),
-        (lambda: fs.policies.ignoring(fs.policies.whole(), params=[":frozen"])(Named(":frozen")), ":frozen"),
     ],
 )
 def test_a_parameter_with_the_name_of_a_unit(make: Callable[[], fs.PartitionSpec], key: str | None) -> None:

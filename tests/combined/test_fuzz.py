@@ -56,18 +56,13 @@ def after(name: str, p: str, transform: str, **rest: Any) -> Case:
 FOUND = [
     # weights read without a graph
     after("Detached", "shard", "hvp"),
-    after("Detached", "codec", "grad of grad"),
     after("Data", "remat", "hvp"),
-    after("ClampsData", "shard", "double backward"),
     one("GradInNoGrad", "remat", "grad of jvp", leaves=True),
     # first touched in inference mode
     one("ConditionInInference", "codec", "fs.grad", leaves=True),
-    one("ConditionInInference", "shard", "double backward"),
     one("ProbeInInference", "shard", "fs.grad"),
     # changed in place
     one("ClampsWithoutGrad", "shard", "fs.grad"),
-    one("ClampsWithoutGrad", "replicated", "no_grad"),
-    one("ClampsWithoutGrad", "codec", "jvp", mesh=(1,)),
     one("ClampsData", "keep", "grad of jvp"),
     one("ScalesAfterUse", "keep", "grad"),
     one("SetsData", "remat", "fs.grad", order=(0, 0)),
@@ -85,7 +80,6 @@ FOUND = [
     one("Cached", "remat", "hvp", leaves=True),
     one("TensorHook", "remat", "grad of grad"),
     after("InnerAutograd", "remat", "hvp"),
-    after("InnerAutograd", "remat", "fs.grad"),
     one("InnerAutogradByWeight", "remat", "fs.grad", order=(0, 0)),
     one("GradientThroughItsLayer", "keep remat", "double backward", order=(0, 0)),
     after("InnerAutogradByWeight", "shard", "fs.grad", order=(1, 0, 1)),
@@ -94,11 +88,12 @@ FOUND = [
     one("Counts", "replicated remat", "jvp", order=(0, 0)),
     one("Lstm", "remat", "fs.grad", leaves=True),
     one("SavedOnCpu", "remat", "fs.grad", leaves=True, root="shard", mesh=(2, 1)),
+    # saved in another dtype than the unit's
+    *(one("Rotates", "shard", transform) for transform in ("fs.grad of fs.grad", "hvp")),
     # what torch computes
     one("batch_norm", "remat", "hvp"),
     one("group_norm", "remat", "hvp"),
     one("silu", "remat", "hvp"),
-    one("Sparse", "shard", "fs.grad"),
     one("Sparse", "keep", "grad of grad"),
     # what this file took for the reference
     Case(("NormWithoutGrad", "Table"), ("shard", "shard"), "hvp"),

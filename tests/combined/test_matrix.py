@@ -671,17 +671,6 @@ def check_real(strategy: str, results: list[dict[str, Any]], transform: str) -> 
         check(mine[transform], transform, strategy, len(results), rank)
 
 
-def test_the_cells_are_not_trivial() -> None:
-    """Units are padded, ranks differ, some samples are clipped, and some not."""
-    sizes = [sum(param.numel for param in unit.params) for unit in policy("`P()`")]
-    assert all(any(size % ranks for size in sizes) for ranks in SIMULATED)
-    of = reference(ORDINARY, 2)
-    assert len({float(v.detach()) for v in of.values}) == 2
-    for n in (2, 3, 4, 8):
-        norms = [norm(g) for own in reference(ORDINARY, n).samples for g in own]
-        assert min(norms) < CLIP < max(norms)
-
-
 def test_the_guide_has_the_table() -> None:
     """Word for word."""
     page = Path(__file__).parents[2] / "examples" / "guide" / "transforms.md"

@@ -314,13 +314,38 @@ def copied(m: Any, x: Tensor) -> Tensor:
     return m.b(x)
 
 
+def descends(m: Any, x: Tensor) -> Tensor:
+    y = F.linear(x, m.weight)
+    (step,) = torch.autograd.grad(y.tanh().sum(), m.weight, create_graph=True)
+    return y - 0.1 * F.linear(x, step)
+
+
+def reads(forward: Any) -> nn.Module:
+    return module_class("Reads", lambda: {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}, forward)()
+
+
+def runs_twice() -> nn.Module:
+    """A module whose first run is a part of its second one's gradient, which another gather or a run again would miss."""
+    twice = with_forward(nn.Linear, descends)(4, 4, bias=False)
+    return nn.Sequential(twice, nn.Linear(4, 4), twice)
+
+
+TWICE = {
+    "shard": "unit '0': forward takes a gradient by a parameter of it, and it was freed and gathered again in this call",
+    "remat": "module '0' .* differentiates by its parameters, which others of its arguments are computed from",
+}
 OTHER = "parameter 'a.weight' is read in forward where its module computes with another tensor"
 READ_BY = {"shard": P("shard"), "remat": P("shard", remat=True), "keep": P("shard", reshard=False)}
 READS: dict[str, tuple[Any, dict[str, str], str]] = {  # by strategy, where a first derivative is refused; and a second one
-    "a gradient by weights": (penalised, {"shard": OTHER, "remat": OTHER}, ""),
-    "a hook on a weight": (hooked, {"remat": OTHER}, ""),
-    "a weight of before": (tied, {}, ""),
-    "hooks of its own": (copied, {}, "'a' is read within torch.autograd.graph.saved_tensors_hooks of forward's own, inside of"),
+    "a gradient by weights": (lambda: reads(penalised), {"shard": OTHER, "remat": OTHER}, ""),
+    "a hook on a weight": (lambda: reads(hooked), {"remat": OTHER}, ""),
+    "a weight of before": (lambda: reads(tied), {}, ""),
+    "a gradient by its own weight": (runs_twice, TWICE, ""),
+    "hooks of its own": (
+        lambda: reads(copied),
+        {},
+        "'a' is read within torch.autograd.graph.saved_tensors_hooks of forward's own, inside of",
+    ),
 }
 
 
@@ -328,8 +353,8 @@ READS: dict[str, tuple[Any, dict[str, str], str]] = {  # by strategy, where a fi
 @real_ranks(2)
 def test_weights_read_where_others_are_computed_with(rank: int, read: str, strategy: str) -> None:
     """A gradient by them, or a hook on them, would miss what the module did with those that it was given."""
-    forward, first, second = READS[read]
-    model = module_class("Reads", lambda: {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}, forward)().double()
+    make, first, second = READS[read]
+    model = make().double()
     x, spec = torch.randn(3, 4).double(), fs.by_type(nn.Linear, p=READ_BY[strategy])(model).bound
     loss, params = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum(), fs.shard(model, spec)
     torch.autograd.backward(model(x).square().sum())
@@ -340,35 +365,6 @@ def test_weights_read_where_others_are_computed_with(rank: int, read: str, strat
         torch.testing.assert_close(fs.grad(loss)(params), expected, **EXACT)
     if second:
         refused(RuntimeError, second, lambda: fs.hvp(loss, params, params, forward=False))
-
-
-class Descends(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)
-        (step,) = torch.autograd.grad(y.tanh().sum(), self.weight, create_graph=True)
-        return y - 0.1 * F.linear(x, step)
-
-
-TWICE = {
-    "shard": "unit '0': forward takes a gradient by a parameter of it, and it was freed and gathered again in this call",
-    "remat": "module '0' .* differentiates by its parameters, which others of its arguments are computed from",
-}
-
-
-@every(strategy=READ_BY)
-@real_ranks(2)
-def test_a_module_that_runs_twice_takes_gradients_by_its_weight(rank: int, strategy: str) -> None:
-    """Its first run is a part of the second one's gradient, which another gather or a run again would miss."""
-    twice = Descends(4, 4, bias=False)
-    model = nn.Sequential(twice, nn.Linear(4, 4), twice).double()
-    x, spec = torch.randn(3, 4).double(), fs.by_type(nn.Linear, p=READ_BY[strategy])(model).bound
-    loss, params = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum(), fs.shard(model, spec)
-    torch.autograd.backward(model(x).square().sum())
-    if strategy in TWICE:
-        refused(RuntimeError, TWICE[strategy], lambda: fs.grad(loss)(params))
-    else:
-        expected = fs.shard({name: q.grad for name, q in model.named_parameters()}, spec)
-        torch.testing.assert_close(fs.grad(loss)(params), expected, **EXACT)
 
 
 class Remembers(nn.Module):

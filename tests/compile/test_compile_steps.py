@@ -1,11 +1,13 @@
-"""fs.compile of derivatives of derivatives, of batches of several lengths, and its price: what is traced and compiled again."""
+"""fs.compile of derivatives of derivatives, of batches of several lengths, its price, and what it has of an eager call."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import depth, mark_seldom, seldom
+from depth import at_most, depth, each, every, mark_seldom, seldom
 from models import module_class
 from parity import loss_of as loss_of_params
-from parity import shards_of, squares
-from ranks import Pool, launch, mesh_of
+from parity import same_leaves, shards_of, squares
+from ranks import Pool, launch, mesh_of, real_ranks
 from test_compile import Read, Step, chain, gpt, loss_of, low_precision, models, needs_cpp, recording, same, tokens, training
 from torch import Tensor, nn
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
@@ -25,9 +27,10 @@ from torch.distributed import get_world_size
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
+from torch.utils._pytree import tree_map
 
 import funshard as fs
-from funshard import P
+from funshard import P, _torch
 from funshard._compiled.step import compile
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -58,6 +61,7 @@ def steps(loss: Step, spec: fs.PartitionSpec) -> dict[str, Step]:
         "maml": lambda p, x, y: fs.grad_and_value(adapted)(p, x, y),
         "per sample": lambda p, x, y: fs.per_sample_grads(sample_loss, p, (x, y), spec=spec),
         "per sample, clipped": lambda p, x, y: fs.per_sample_grads(sample_loss, p, (x, y), spec=spec, clip=0.1),
+        "vmap of grad": lambda p, x, y: torch.vmap(torch.func.grad(sample_loss), (None, 0, 0))(p, x, y),
         "grad of hvp": lambda p, x, y: fs.grad(lambda p: squares(fs.hvp(lambda p: loss(p, x, y), p, direction(p))))(p),
     }
 
@@ -151,7 +155,8 @@ def equal_to_eager(rank: int, transform: str, which: str, strategy: str) -> None
             return by_call(lambda *a, **k: fs.functional_call(model, params, a, k, spec=spec), x, y)
 
     step = steps(loss, spec)[transform]
-    compiled = compile(step, backend="aot_eager")
+    by: Any = functools.partial(torch.compile, fullgraph=True) if strategy == "torch.compile" else compile
+    compiled = by(step, backend="aot_eager")
     for i in range(2):
         same(compiled(params, *tokens(rank, i)), step(params, *tokens(rank, i)))
 
@@ -164,12 +169,14 @@ CASES = [
     *(("gloo2", which, "reshard", name) for which in ("gpt", "llama") for name in ("hvp", "grad of hvp")),
     *(("gloo4", "chain", "hsdp", name) for name in ("hvp", "grad of grad", "per sample, clipped")),
 ]
-MARKED = [pytest.param(*case, marks=[seldom] * (case != USUAL)) for case in CASES]
+BY_TORCH = [("gloo2", USUAL[1], "torch.compile", name) for name in ("grad of grad", "hvp", "vjp of grad", "vmap of grad")]
+"""With the strategy of blocks."""
+MARKED = [pytest.param(*case, marks=[seldom] * (case not in (USUAL, BY_TORCH[0]))) for case in (*CASES, *BY_TORCH)]
 
 
 @pytest.mark.parametrize(("ranks", "which", "strategy", "name"), MARKED)
 def test_higher_orders_equal_eager(request: pytest.FixtureRequest, ranks: str, which: str, strategy: str, name: str) -> None:
-    """Also of a GPT and a Llama, and on a mesh of two axes."""
+    """Law G10. Also of a GPT and a Llama, on a mesh of two axes, and by torch.compile, whose gradients test_matrix.py has."""
     request.getfixturevalue(ranks).run(equal_to_eager, name, which, strategy)
 
 
@@ -207,7 +214,7 @@ def test_graphs_by_shapes(shapes: list[tuple[int, int]], options: dict[str, bool
 def test_linear_with_a_bias_makes_constants_of_sizes() -> None:
     """Inside torch.func torch's own does, without which `flat_linear` can go; it has the same numbers."""
     layer, x = nn.Linear(3, 2), torch.randn(2, 5, 3)
-    flat = fs._torch.flat_linear(layer)
+    flat = _torch.flat_linear(layer)
     assert torch.equal(flat(x), layer(x))
     assert torch.equal(flat(x[0]), layer(x[0]))
     for forward, count in ((layer, 2), (flat, 1))[TorchVersion(torch.__version__) >= "2.14" :]:
@@ -328,7 +335,7 @@ def compiles(rank: int) -> None:
     gc.collect()
     check(policy(model).bound, 1)  # and after the first one is gone
     check(fs.policies.whole()(model).bound, 2)
-    check(fs.by_type(Block, p=fs.P())(model).bound, 3)
+    check(fs.by_type(Block, p=P())(model).bound, 3)
     check(policy(model).bound, 3)
 
 
@@ -340,8 +347,7 @@ def test_equal_specs_share_a_graph(request: pytest.FixtureRequest, ranks: str) -
     pool.run(compiles)
 
 
-@pytest.mark.parametrize("given", depth(["all"], ["none", "some", "all"]))
-def test_buffers_that_two_modules_share(given: str) -> None:
+def test_buffers_that_two_modules_share() -> None:
     """Compiled and eager calls agree on buffers that are shared, given in part, or replaced in forward."""
 
     def count(self: Any, x: Tensor) -> Tensor:
@@ -354,12 +360,11 @@ def test_buffers_that_two_modules_share(given: str) -> None:
     model = nn.Sequential(Counting(), Counting())
     model[1].shared = model[0].shared
     (spec, params), x = shards_of(fs.by_type(Counting), model, {"shard": 1}), torch.randn(3, 2)
-    names = {"none": [], "some": ["0.seen"], "all": ["0.shared", "0.seen", "1.shared", "1.seen"]}[given]
     own = dict(model.named_buffers(remove_duplicate=False))
 
     def run(call: Any) -> Any:
-        buffers = {name: own[name].clone() for name in names}
-        with pytest.warns(fs._call.buffers.BufferWarning) if given != "all" else contextlib.nullcontext():
+        buffers = {"0.seen": own["0.seen"].clone()}
+        with pytest.warns(fs._call.buffers.BufferWarning):
             return call(params, buffers), buffers
 
     def call(params: fs.Params, buffers: fs.Params) -> Tensor:
@@ -382,7 +387,7 @@ from torch._dynamo.utils import counters
 
 artifacts, reshard = sys.argv[1:]
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-spec = fs.by_type(torch.nn.Linear, p=fs.P("shard", reshard=reshard == "reshard"))(model).on({"shard": 1})
+spec = fs.by_type(torch.nn.Linear, p=P("shard", reshard=reshard == "reshard"))(model).on({"shard": 1})
 loss = lambda params: fs.functional_call(model, params, torch.ones(2, 4), spec=spec).sum()
 if artifacts.startswith("load "):
     torch.compiler.load_cache_artifacts(open(artifacts[5:], "rb").read())
@@ -401,3 +406,193 @@ print({name.removeprefix("fxgraph_cache_"): n for name, n in counters["inductor"
     assert start("here", "none") == "{'hit': 1}"
     assert start("there", f"load {file}") == "{'hit': 1}"
     assert start("here", "none", "keep") == "{'miss': 1}"
+
+
+# --- what a compiled call has of an eager one: its casts, and what forward sets in its modules ---
+LOW = fs.Precision(param=torch.bfloat16, reduce=torch.float32, buffer=torch.bfloat16)
+SHARD, REPLICATED = P("shard", precision=LOW), P(precision=LOW)
+
+
+Cast = module_class(
+    "Cast",
+    lambda: {
+        "first": nn.Linear(3, 4),
+        "norm": nn.LayerNorm(4),
+        "last": nn.Linear(4, 2),
+        "scale": nn.Buffer(torch.tensor([1.001, 0.5, 2.0, 3.0])),
+    },
+    lambda self, x: self.last(self.norm(self.first(x) * self.scale) + torch.ones(4)),  # of float32: the last layer casts
+)
+"""Modules with a precision of their own inside of one with another, a tensor made on the way, and a buffer."""
+
+
+@pytest.mark.parametrize(
+    ("p", "last"),
+    [
+        *(
+            pytest.param(p, last, marks=low_precision)
+            for p, last in depth([(SHARD, REPLICATED)], [(SHARD, SHARD), (REPLICATED, REPLICATED)])
+        ),
+        pytest.param(P("shard", precision=fs.Precision(reduce=torch.bfloat16)), None, marks=seldom),
+    ],
+)
+@real_ranks(2)
+def test_casts_inside_of_a_compiled_call(rank: int, p: fs.P, last: fs.P | None) -> None:
+    """The same casts around modules, of buffers, gathers and reductions, bit for bit; the model is as it was.
+
+    A precision of the whole model on every torch.
+    """
+    model, x = Cast(), torch.randn(2, 5, 3)[rank]
+    spec = fs.policies.whole(p)(model).bound
+    if last:
+        units = fs.policies.override(fs.policies.whole(p), fs.by_path({"first": p, "last": last}))
+        spec = fs.policies.full_precision(units, torch.nn.LayerNorm)(model).bound
+    params = fs.shard(model, spec)
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = fs.functional_call(model, params, (x,), spec=spec)
+        assert y.dtype == torch.bfloat16 or p.precision is None or p.precision.param is None
+        return y.float().square().mean()
+
+    for gradient in depth([fs.grad if p.axes else torch.func.grad], [fs.grad, torch.func.grad]):
+        torch._dynamo.reset()
+        expected = gradient(loss)(params, x)
+        before = {path: dict(vars(module)) for path, module in model.named_modules()}
+        compiled = torch.compile(gradient(loss), fullgraph=True, backend="aot_eager")
+        same_leaves(compiled(params, x), expected, rtol=0, atol=0)
+        assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
+
+
+@pytest.mark.skipif(_torch.FORWARD_CAN_BE_REPLACED, reason="before torch 2.13")
+def test_casts_inside_of_a_compiled_call_are_refused() -> None:
+    """By name, where Dynamo cannot see them."""
+    model = Cast()
+    spec = fs.by_type(torch.nn.Linear, p=P("shard", precision=LOW))(model)
+    call = torch.compile(lambda p, x: fs.functional_call(model, p, (x,), spec=spec), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"unit 'first' has a Precision: inside torch\.compile"):
+        call(fs.shard(model, spec), torch.randn(5, 3))
+
+
+# --- what forward sets in its modules: as in eager calls, the modules have it until the call ends ---
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.count, self.cache, self.gone = 0, None, 2.0
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.count += 1
+    return self.linear(x) * self.count
+
+
+def caches(self: Any, x: Tensor) -> Tensor:
+    self.cache = x.detach() if self.cache is None else self.cache + x.detach()
+    return self.linear(x) + self.cache
+
+
+def deletes(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x) * getattr(self, "gone", 3.0)
+    if hasattr(self, "gone"):
+        del self.gone
+    return y * getattr(self, "gone", 5.0)
+
+
+def registers(self: Any, x: Tensor) -> Tensor:
+    if "late" not in self._buffers:
+        self.register_buffer("late", torch.full_like(x[0], 2.0))
+    self.late = self.late * 1.5
+    return self.linear(x) * self.late
+
+
+def switches(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x) * (2.0 if self.training else 3.0)
+    self.eval()
+    return y * (5.0 if self.linear.training else 7.0)
+
+
+def stateful(forward: Callable[..., Any]) -> type[nn.Module]:
+    return type(forward.__name__, (Stateful,), {"forward": forward})
+
+
+MODULES = {f.__name__: stateful(f) for f in (counts, caches, deletes, registers, switches)}
+if not _torch.FORWARD_CAN_BE_REPLACED:  # before torch 2.13 Dynamo cannot ask for an attribute that the same trace has deleted
+    del MODULES["deletes"]
+COMPILERS: dict[str, Callable[..., Any]] = {"fs.compile": fs.compile, "torch.compile": torch.compile}
+
+
+def attributes(model: nn.Module) -> list[Any]:
+    return [{name: str(value) for name, value in vars(m).items() if name != "_parameters"} for m in model.modules()]
+
+
+def check(rank: int, which: str, compiler: str, derivative: str) -> None:
+    warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
+    model = nn.Sequential(MODULES[which](), nn.Linear(3, 3), MODULES[which]()).double()
+    spec, params = shards_of(fs.by_type(Stateful, p=P("shard", remat=get_world_size() > 1)), model)
+
+    def step(params: fs.Params, x: Tensor) -> Any:
+        model.steps = getattr(model, "steps", 0) + 1  # outside of the call, where it stays
+
+        def loss(params: fs.Params) -> Tensor:
+            outs = [fs.functional_call(model, params, (x * k,), spec=spec).sin() for k in (1, 2)]
+            return model.steps * outs[0].sum() * outs[1].sum()
+
+        if derivative == "hvp":
+            return fs.hvp(loss, params, tree_map(torch.ones_like, params))
+        return fs.grad_and_value(loss)(params)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    before = attributes(model)
+    compiled = COMPILERS[compiler](step, backend="aot_eager", fullgraph=True)
+    results: list[list[Any]] = []
+    for function in (compiled, step):
+        model.__dict__.pop("steps", None)
+        results.append([])
+        for seed in range(3):
+            x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + seed))
+            results[-1].append(tree_map(torch.clone, function(params, x)))
+        assert model.__dict__.pop("steps") == 3
+        assert attributes(model) == before
+    torch.testing.assert_close(*results)
+
+
+@at_most(1)
+@each
+@pytest.mark.parametrize("ranks", mark_seldom(["alone", "gloo2"], "alone"))
+@every(derivative=mark_seldom(["grad", "hvp"], "grad"), compiler=COMPILERS, which=mark_seldom(MODULES, "caches", "counts"))
+def test_attributes_that_forward_sets_are_restored(
+    request: pytest.FixtureRequest, which: str, compiler: str, derivative: str, ranks: str
+) -> None:
+    """Counters, caches, deleted ones, new buffers, the training flag: equal to eager in every call; on two ranks with remat."""
+    request.getfixturevalue(ranks).run(check, which, compiler, derivative)
+
+
+class Routes(Stateful):
+    """As a mixture of experts has it, beside a cache of constants and a state where None was before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.linear(x).softmax(-1)
+        self.count, self.cache, self.positions = gates.square().sum(), gates[1:], torch.arange(3.0).cos()
+        return x * gates * self.positions
+
+
+def recorded(rank: int, compiler: str) -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    normed = nn.utils.weight_norm(nn.Linear(3, 3))  # its hook computes a weight with a graph in each forward
+    model, x = nn.Sequential(Routes(), normed), torch.randn(2, 3)
+    spec = fs.policies.whole()(model)
+    step = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum() + model[0].count)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="leaves a tensor with a graph in attribute 'count' of a Routes, and the call puts"):
+        COMPILERS[compiler](step, backend="aot_eager", fullgraph=True)(fs.shard(model, spec))
+    torch._dynamo.reset()
+    model[0].forward = lambda x: x * 2
+    COMPILERS[compiler](step, backend="aot_eager", fullgraph=True)(fs.shard(model, spec))
+
+
+@seldom
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_tensor_with_a_graph_in_an_attribute_is_an_error(alone: Pool, compiler: str) -> None:
+    """It would be read later without its gradient, as in eager calls."""
+    alone.run(recorded, compiler)

@@ -13,7 +13,6 @@ import mirror
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from depth import at_most, depth, each, every, mark_seldom, seldom
 from fuzz_cases import COMPILED, Case, mirrored
 from fuzz_modules import PIECES
@@ -339,28 +338,6 @@ def test_pieces_are_exact_or_refused(alone: Pool, name: str, p: str) -> None:
     """What people write (fuzz_modules.py), each as a compiled unit."""
     result = alone.run(compiled_piece, name, p)[0]
     assert result.split(":")[0] in ("", "refused", "no reference"), result
-
-
-SMALL = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2}
-
-
-@seldom
-@real_ranks(2)
-def test_transformers_at_their_defaults(rank: int) -> None:
-    """Every layer of a Llama runs compiled."""
-    reset()
-    warnings.simplefilter("error", fs._call.compiled_unit.CompileWarning)
-    torch.manual_seed(0)
-    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, pad_token_id=0)).double().train()
-    (kind,) = {type(module) for module in net.modules() if type(module).__name__ == "LlamaDecoderLayer"}
-    ids = torch.randint(1, 17, (2, 5), generator=torch.Generator().manual_seed(rank))
-    found = []
-    for compile in (False, AOT):
-        torch.manual_seed(rank)
-        policy, kwargs = fs.by_type(kind, p=P("shard", compile=compile)), {"input_ids": ids, "labels": ids}
-        found.append(gradient_of(policy, net, kwargs=kwargs, of=lambda out: out.loss))
-    torch.testing.assert_close(found[1], found[0], **EXACT)
-    assert counted()[0] > 0
 
 
 # --- by .compile() ---

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, each, every, pairs, some
+from fuzz_modules import PIECES
 from models import autograd_function, module_class, refused
-from parity import shards_of, squares, strategies
+from parity import leaves_of, shards_of, squares, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.func import grad, jvp
@@ -230,19 +231,12 @@ class Constants(nn.Module):
         return (h.sin() / (n + 3)).sum()
 
 
-@torch.enable_grad()
-def with_gradients(_: nn.Module, h: Tensor) -> Tensor:
-    return h.mean()
-
-
 CONSTANTS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "value": lambda m, h: h.abs().mean(),
     "view": lambda m, h: h[0],
     "view of a weight": lambda m, h: m.a.weight.t()[0],
     "in place": lambda m, h: torch.ones(4).double().mul_(h.mean(0)),
     "in place of what is differentiated": lambda m, h: h.mul_(2).detach().mean() * 0,
     "buffer": lambda m, h: m.mean.copy_(h.mean(0)),
-    "enabled again": with_gradients,
 }
 
 
@@ -270,34 +264,19 @@ def test_no_grad_in_forward(what: str, p: P, remat: bool) -> None:
     assert not any(x.requires_grad for x in got.values())
 
 
-class Squared(torch.autograd.Function):
-    """In the old form, which torch.func does not take."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * grad
-
-
 def test_a_function_that_torch_func_does_not_take_is_named() -> None:
     """And the way out works: double backward in plain autograd."""
-    parts = {"linear": nn.Linear(3, 3)}
-    model = module_class("Model", lambda: parts, lambda self, x: Squared.apply(self.linear(x)).square().sum())().double()
-    x = torch.randn(4, 3).double()
+    model, x = nn.Sequential(PIECES["CustomOld"]()).double(), torch.randn(4, 4).double()
     spec, params = shards_of(fs.by_type(nn.Linear), model)
-    loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec)  # noqa: E731
+    loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).pow(4).sum()  # noqa: E731
     by_sample = functools.partial(fs.per_sample_grads, loss, params, (x,), spec=spec)
     for call in (lambda: fs.hvp(lambda p: loss(p, x), params, params), by_sample):
         with pytest.raises(RuntimeError, match="setup_context") as error:
             call()
-        assert re.search(r"module '': '\w*Squared\w*' is an autograd.Function without .*create_graph=True", text(error.value))
-    leaf = {key: p.detach().requires_grad_() for key, p in params.items()}
+        assert re.search(r"module '0': '\w*OldProduct' is an autograd.Function without .*create_graph=True", text(error.value))
+    leaf = leaves_of(params)
     grads = torch.autograd.grad(loss(leaf, x), [*leaf.values()], create_graph=True)
     got = torch.autograd.grad(grads, [*leaf.values()], [*params.values()])
     full = {name: t.detach() for name, t in model.named_parameters()}
-    expected = fs.hvp(lambda p: F.linear(x, p["linear.weight"], p["linear.bias"]).pow(4).sum(), full, full)
+    expected = fs.hvp(lambda p: F.linear(x, p["0.l.weight"], p["0.l.bias"]).pow(4).sum(), full, full)
     assert_close(dict(zip(leaf, got, strict=True)), dict(fs.shard(expected, spec)))

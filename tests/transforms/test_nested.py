@@ -120,31 +120,6 @@ def test_every_stack_is_exact(rank: int, name: str, p: P) -> None:
         assert_close(got[key], t, rtol=1e-9, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
 
 
-Rotation = module_class(
-    "Rotation",
-    lambda: {name: nn.Parameter(torch.randn(3, dtype=torch.complex128)) for name in ("turn", "shift")},
-    lambda m, x: torch.view_as_real(m.turn) * torch.view_as_real(m.shift) * x + (m.turn.conj() * m.shift).abs().sum(),
-)
-"""Complex numbers, which are saved as pairs of real ones and conjugated."""
-
-
-@pytest.mark.parametrize("name", ["fs.grad of grad", "jvp of grad"])
-@real_ranks(2)
-def test_views_in_another_dtype(rank: int, name: str) -> None:
-    """What is saved of a unit in another dtype than its own is no view that could be taken of it again."""
-    model = nn.Sequential(Rotation(), nn.Linear(2, 2).double(), Rotation())
-    spec = fs.by_type(Rotation, nn.Linear)(model).bound
-    full = {key: t.detach() for key, t in model.named_parameters()}
-    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2)
-    stack = {
-        "fs.grad of grad": lambda f, p: fs.grad(lambda p: sum((g * g.conj()).real.sum() for g in grad(f)(p).values()))(p),
-        "jvp of grad": lambda f, p: pushed(grad(f), p, p),
-    }[name]
-    got = stack(lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum(), fs.shard(full, spec))
-    expected = stack(lambda p: torch.func.functional_call(model, p, (x,)).square().sum(), full)
-    assert_close(got, fs.shard(expected, spec), rtol=1e-9, atol=1e-9)
-
-
 def held(name: str, blocks: int) -> tuple[float, int]:
     """Gathered units alive at most, and how many gathers."""
     with world(4):

@@ -139,85 +139,29 @@ def test_the_law_on_real_ranks(rank: int, sizes: tuple[int, ...], policy: str, o
     assert_close(fs.unshard(params, spec), want_params, **EXACT)
 
 
-# --- what a step may contain ---
-def by_accumulate(spec: fs.PartitionSpec, parts: int = 2, keep: Any = "shards") -> Any:
-    init, update = fs.optim.adamw(1e-3, eps_root=1e-8, weight_decay=1e-2, spec=spec)
-
-    def step(state: Any, given: tuple[Tensor, Tensor], lr: Tensor) -> Any:
-        params, moments = state
-        pieces = list(zip(*(t.chunk(parts) for t in given), strict=True))
-        grads, value = fs.accumulate(lambda p, xw: weighted_loss(spec, p, *xw), params, pieces, spec=spec, keep=keep)
-        return update(grads, moments, params, lr=lr), value
-
-    return init, step
-
-
-def in_backward(spec: fs.PartitionSpec) -> Any:
-    init, update = fs.optim.adamw(1e-3, eps_root=1e-8, weight_decay=1e-2, spec=spec)
-
-    clipping: Any = {"max_norm": 0.2, "clip": "previous", "norm": torch.tensor(0.5)}
-
-    def step(state: Any, given: tuple[Tensor, Tensor], lr: Tensor) -> Any:
-        loss = lambda p, xw: weighted_loss(spec, p, *xw)  # noqa: E731
-        run = fs.update_in_backward(functools.partial(update, lr=lr), loss, *state, [given], spec=spec, **clipping)
-        return (run.params, run.state), run.value
-
-    return init, step
-
-
-def inner_gradient_of_closure(spec: fs.PartitionSpec) -> Any:
-    """The inner gradient closes over what is differentiated: fs.grad alone would take it for a constant."""
-
-    def step(state: Any, given: tuple[Tensor, Tensor], lr: Tensor) -> Any:
-        grads = fs.grad(lambda p: weighted_loss(spec, p, *given))(state)
-        return {key: p - lr * grads[key] for key, p in state.items()}, None
-
-    return lambda params: params, step
-
-
-STEPS_OF = {
-    "accumulate": by_accumulate,
-    "accumulate full": functools.partial(by_accumulate, keep="full"),
-    "update in backward": in_backward,
-    "closure": inner_gradient_of_closure,
-}
 WIDTH = 64
 STATE_BYTES = WIDTH * WIDTH * 8
 count_run = itertools.count().__next__
 """Count a run of a step: a method of an object of C, into which the watch over globals does not look."""
 
 
-def of_step(scan: Scan, name: str, spec: fs.PartitionSpec, x: Tensor, validation: Tensor, **options: Any) -> Any:
-    init, step = STEPS_OF[name](spec)
-    first = fs.shard(FULL, spec)
-    params_of = (lambda state: state) if name == "closure" else (lambda state: state[0])
-
-    def after(weights: Tensor, lr: Tensor) -> Tensor:
-        start = init(first) if name == "closure" else (first, init(first))
-        state, _ = scan(lambda state, given: step(state, given, lr), start, (x[:3], weights), **options)
-        return weighted_loss(spec, params_of(state), validation, torch.ones(()))
-
-    return after
-
-
-@at_most(1)
-@each(derivative=["torch.func.grad", *mark_seldom(["fs.hvp"])], name=STEPS_OF)
-def test_what_a_step_may_contain(name: str, derivative: str) -> None:
-    """Also where neither state nor slices are differentiated in the first step, but by closures."""
+def test_a_step_that_accumulates() -> None:
+    """Where neither state nor slices are differentiated in the first step, but by what the loss closes over."""
     spec = POLICIES["mixed"](MODEL).on({"shard": 1})
     MODEL.eval()
 
-    def derive(scan: Scan, take: Any = None) -> Any:
-        f = of_step(scan, name, spec, X[0], VALIDATION[0])
-        take = take or (fs.hvp if derivative == "fs.hvp" else None)
-        if take is fs.hvp:
-            return fs.hvp(lambda w: f(w, LR), WEIGHTS[0, :3], WEIGHTS[0, :3].cos())
-        return (take or torch.func.grad)(f, (0, 1))(WEIGHTS[0, :3], LR)
+    def objective(scan: Scan, weights: Tensor) -> Tensor:
+        def step(params: fs.Params, given: tuple[Tensor, Tensor]) -> Any:
+            pieces = list(zip(*(t.chunk(2) for t in given), strict=True))
+            grads, value = fs.accumulate(lambda p, xw: weighted_loss(spec, p, *xw), params, pieces, spec=spec)
+            return {key: p - LR * grads[key] for key, p in params.items()}, value
 
-    want = derive(loop)
-    assert_close(derive(fs.scan), want, **EXACT)
-    if derivative != "fs.hvp":
-        assert_close(derive(fs.scan, fs.grad), want, **EXACT)
+        params, _ = scan(step, fs.shard(FULL, spec), (X[0], weights))
+        return weighted_loss(spec, params, VALIDATION[0], torch.ones(()))
+
+    want = torch.func.grad(functools.partial(objective, loop))(WEIGHTS[0])
+    for way in (torch.func.grad, fs.grad):
+        assert_close(way(functools.partial(objective, fs.scan))(WEIGHTS[0]), want, **EXACT)
     MODEL.train()
 
 
@@ -434,26 +378,18 @@ def test_compiled(compile: Any) -> None:
 
 
 class Recurrent(nn.Module):
-    """A recurrent network, whose time steps are a scan, with weights by arguments."""
+    """A recurrent network, whose time steps are a scan, with weights by arguments, or of a module that a step runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs_its_cell: bool = False) -> None:
         super().__init__()
-        self.cell, self.head = nn.Linear(6, 3), nn.Linear(3, 1)
+        self.cell, self.head, self.runs_its_cell = nn.Linear(6, 3), nn.Linear(3, 1), runs_its_cell
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.cell.weight.clone(), self.cell.bias.clone()
+        given = [] if self.runs_its_cell else [self.cell.weight.clone(), self.cell.bias.clone()]
 
         def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = torch.tanh(torch.nn.functional.linear(torch.cat([h, x], -1), weight, bias))
-            return h, h
-
-        return self.head(fs.scan(step, x.new_zeros(x.shape[1:]), x)[1])
-
-
-class ReadsItsCell(Recurrent):
-    def forward(self, x: Tensor) -> Tensor:
-        def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = torch.tanh(self.cell(torch.cat([h, x], -1)))
+            both = torch.cat([h, x], -1)
+            h = torch.tanh(torch.nn.functional.linear(both, *given) if given else self.cell(both))
             return h, h
 
         return self.head(fs.scan(step, x.new_zeros(x.shape[1:]), x)[1])
@@ -470,7 +406,7 @@ def test_inside_of_functional_call(way: Any) -> None:
     full = {name: p.detach() for name, p in model.named_parameters()}
     want = torch.func.grad(lambda p: torch.func.functional_call(model, p, x).square().sum())(full)
     assert_close(fs.unshard(way(loss)(fs.shard(model, spec)), spec), want, **EXACT)
-    model = ReadsItsCell().double()
+    model = Recurrent(runs_its_cell=True).double()
     model.load_state_dict(full)
     assert_close(fs.unshard(way(loss)(fs.shard(full, spec)), spec), want, **EXACT)  # by a plain loop
     with pytest.raises(RuntimeError, match=r"unit 'cell' is read inside of scan, which does not own it"):

@@ -17,7 +17,6 @@ from depth import at_most, depth, each, mark_seldom, seldom
 from models import Block, function, module_class, refused
 from parity import STRATEGIES, WAYS, loss_of, shards_of
 from ranks import mesh_of, real_ranks
-from test_compiled import MODEL
 from torch import Tensor, nn
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp
 from torch.fx.experimental.const_fold import split_const_subgraphs
@@ -29,6 +28,14 @@ import funshard as fs
 from funshard import P
 from funshard.collectives import Mesh
 
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    layers = depth(lambda: (Block(3), nn.Linear(3, 2)), lambda: (nn.Linear(3, 5), Block(5), Block(5), nn.Linear(5, 2)))()
+    return nn.Sequential(*layers).double()
+
+
+MODEL = model()
 State = tuple[fs.Params, Any]
 BLOCKS = depth(1, 2)
 ADAMW = fs.optim.adamw(1e-2, b2=0.99, weight_decay=0.1)
@@ -263,7 +270,7 @@ def full_parameters() -> fs.Params:
 
 
 def jacobians(mesh: Mesh, x: Tensor) -> dict[str, Any]:
-    """One rank's derivatives, with respect to inputs and shards."""
+    """One rank's derivatives, with respect to gathered parameters, inputs and shards."""
     spec, one = fs.policies.always()(SMALL).on(mesh), fs.policies.whole()(SMALL).on(mesh)  # and a single buffer
     params, shard = fs.shard(full_parameters(), spec), fs.shard(full_parameters(), one)[""]
 
@@ -273,7 +280,8 @@ def jacobians(mesh: Mesh, x: Tensor) -> dict[str, Any]:
     def of_shard(shard: Tensor) -> Tensor:
         return fs.functional_call(SMALL, {"": shard}, (x,), spec=one).flatten()
 
-    return {
+    gathered = hessian(lambda p: square(small(p, x)))(fs.unshard(params, spec))
+    return {"gathered hessian": pytree.tree_map(lambda h: fs.collectives.all_reduce(h, mesh["shard"]), gathered)} | {
         f"{name} {how}": of(f)(at)
         for name, f, at in (("inputs", of_input, x), ("shards", of_shard, shard))
         for how, of in (("reverse", jacrev), ("forward", jacfwd), ("hessian", lambda f: hessian(lambda at: square(f(at)))))
@@ -289,6 +297,7 @@ def check_jacobians(mine: dict[str, Any], rank: int, ranks: int) -> None:
     rows = [jacrev(of_buffer)(buffer, x) for x in xs]
     whole = hessian(lambda b: sum(square(of_buffer(b, x)) for x in xs) / ranks)(buffer)
     expected = {
+        "gathered hessian": hessian(lambda p: sum(square(small(p, x)) for x in xs) / ranks)(full),
         "inputs reverse": (of_inputs := jacrev(lambda x: small(full, x).flatten())(x)),
         "inputs forward": of_inputs,
         "inputs hessian": hessian(lambda x: square(small(full, x)))(x),
@@ -302,7 +311,7 @@ def check_jacobians(mine: dict[str, Any], rank: int, ranks: int) -> None:
 @at_most(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_jacobians_on_simulated_ranks(ranks: int) -> None:
-    """Of inputs: the plain model's. Of shards: sums over every rank's basis, as the guide says.
+    """Of gathered parameters and of inputs: the plain model's. Of shards: sums over every rank's basis, as the guide says.
 
     With respect to a shard, jacrev is this slice of the mean Jacobian over ranks, jacfwd the sum of this rank's
     Jacobian over all slices, and hessian the sum over the slices of this slice's rows of the mean Hessian.

@@ -15,9 +15,9 @@ from collective_log import Collectives, world
 from depth import at_most, depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import module_class, refused
+from models import refused
 from ranks import Pool, mesh_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
 import funshard as fs
@@ -265,19 +265,6 @@ def test_any_nesting_on_process_groups(gloo2: Pool, gloo4: Pool, sizes: dict[str
         agree(case, got, expected(case, WAYS[case.way](COLLECTIVES[case.op])[1]))
 
 
-@every(chunk_size=[1, 2, 5, 7], op=COLLECTIVES)
-def test_chunks_around_the_ranks(op: str, chunk_size: int) -> None:
-    """vmap in chunks, inside and outside the ranks, is vmap: the chunks are of the batch, never of the axis."""
-    f, picture, *_ = COLLECTIVES[op]
-    levels = (Level(2, 0, 0, "a"), Level(5, 1, 0))
-    case = Case(op, "value", "a", (4, 3), levels)
-    on_ranks = fs.testing.spmd(lambda mesh, x: vmap(lambda x: f(x, mesh["shard"]), 1, chunk_size=chunk_size)(x), 2)
-    agree(case, unstacked(levels, on_ranks(stacked(case))), expected(case, picture))
-    case = case._replace(levels=levels[::-1])
-    around = vmap(fs.testing.spmd(lambda mesh, x: f(x, mesh["shard"]), 2), 1, chunk_size=chunk_size)
-    agree(case, unstacked(case.levels, around(stacked(case))), expected(case, picture))
-
-
 @pytest.mark.parametrize(("chunk_size", "sends"), [(None, 1), (1, 5), (2, 3), (5, 1), (7, 1)])
 def test_one_collective_for_each_chunk(chunk_size: int | None, sends: int) -> None:
     """Over a process group a batch is sent at once, in chunks as many times as there are chunks."""
@@ -364,36 +351,3 @@ def test_randomness_of_a_vmap_beside_the_ranks(outside: bool) -> None:
     assert all(same_everywhere(entries) for entries in same)
     assert all_different(same[:, 0])
     assert all_different(masks("different").flatten(0, 1))
-
-
-Dropping = module_class(
-    "Dropping",
-    lambda: {"first": nn.Linear(2, 3, bias=False), "second": nn.Linear(3, WIDE, bias=False)},
-    lambda self, x: F.dropout(self.second(self.first(x)), 0.5),
-)
-"""Two units, the second one's outputs dropped."""
-DROPPING = Dropping()
-BATCHES = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
-
-
-def test_dropout_in_a_sharded_model() -> None:
-    """Backward drops what forward dropped, on each rank its own: the mean over ranks of each one's under its own mask."""
-
-    def run(mesh: Mesh, x: Tensor) -> Any:
-        spec = fs.policies.always(fs.P("shard", align=1))(DROPPING).on(mesh)
-        params = fs.shard({name: torch.ones(p.shape) for name, p in DROPPING.named_parameters()}, spec)
-
-        def loss(params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-            y = fs.functional_call(DROPPING, params, (x,), spec=spec)
-            return y.sum(), y
-
-        return fs.grad(loss, has_aux=True)(params)
-
-    grads, y = fs.testing.spmd(run, 2)(BATCHES)
-    kept = y != 0  # of ones all is positive, so what is zero was dropped
-    assert all_different(kept)
-    hidden = BATCHES.sum(1)  # of every hidden unit, on each rank
-    second = sum(2.0 * kept[r][:, None] * hidden[r] * torch.ones(3) for r in range(2)) / 2
-    first = sum(2.0 * kept[r].sum() * BATCHES[r] * torch.ones(3, 1) for r in range(2)) / 2
-    assert torch.equal(grads["second"].flatten(), second.flatten())
-    assert torch.equal(grads["first"].flatten(), first.flatten())
