@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +11,9 @@ import pytest
 import torch
 from depth import seldom
 from ranks import launch
+from test_reference import load
 
-GUIDE = Path(__file__).parents[2] / "examples" / "guide"
-
-
-def load() -> Any:
-    """The script that writes the figures into the pages."""
-    sys.path.insert(0, str(GUIDE))
-    try:
-        return importlib.import_module("figures")
-    finally:
-        sys.path.remove(str(GUIDE))
-
-
-figures = load()
+figures = load(Path(__file__).parents[2] / "examples" / "guide" / "figures.py")
 PAGES = {page.stem: page for page in figures.PAGES}
 FILES = sorted(figures.RESULTS.glob("*.json"))
 NO_FIGURES = {"changes", "ideas", "limits", "optimizers"}

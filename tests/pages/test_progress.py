@@ -1,4 +1,4 @@
-"""The examples' progress: one line on a terminal, plain lines elsewhere, and a plot."""
+"""The examples' progress: one line on a terminal."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def run(steps: int, first: int = 0, *, shown: bool = True) -> progress.Progress:
-    line = progress.Progress(steps, first, shown=shown)
-    for step in range(first, steps):
-        line.show(step, loss=1 / (step + 1), **{"tokens/s": 1234.5, "bytes per rank": 4096})
-    return line
-
-
 def test_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written over with carriage returns, and begins where a run goes on."""
     pytest.importorskip("tqdm")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    run(5, first=2)
+    line = progress.Progress(5, 2)
+    for step in range(2, 5):
+        line.show(step, loss=1 / (step + 1), **{"tokens/s": 1234.5, "bytes per rank": 4096})
     said = terminal.getvalue()
     assert said.count("\n") == 1
     assert "2/5" in said
