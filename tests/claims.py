@@ -1,7 +1,6 @@
 """The table of what torch's data parallel trainers do and claim, and where each of it is shown here.
 
-    python tests/claims.py          prints what is open: no place that shows it, or none that exists; 1 if there is any
-    python tests/claims.py PAGES    compares with the pages of that folder
+    python tests/claims.py    prints what is open: no place that shows it, or none that exists; 1 if there is any
 
 The table is claims.md. Its rows come from two pages, FEATURES.md and PEER_TESTS.md, which may lie beside the checkout, in
 ../shared: a row for each row of the former by its id, and for the tests that the latter names. A place is a test, such as
@@ -153,18 +152,17 @@ def left_out(claims: list[Claim], pages: Path) -> Iterator[str]:
             yield f"{PEER_TESTS}, section {section}: {name} has no row"
 
 
-def has_pages(pages: Path = PAGES) -> bool:
+def has_pages() -> bool:
     """Return whether both pages are there."""
-    return all((pages / name).is_file() for name in (FEATURES, PEER_TESTS))
+    return all((PAGES / name).is_file() for name in (FEATURES, PEER_TESTS))
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGES
     table = read_table()
-    open_claims = [*missing_places(table), *(left_out(table, folder) if has_pages(folder) else ())]
+    open_claims = [*missing_places(table), *(left_out(table, PAGES) if has_pages() else ())]
     print(*open_claims, sep="\n", end="\n" if open_claims else "")
     tested = sum(any("::" in place for place in claim.places) for claim in table)
     print(f"{len(table)} rows: {tested} with a test, {len(table) - tested} with the guide alone; {len(open_claims)} open")
-    if not has_pages(folder):
-        print(f"not compared with {FEATURES} and {PEER_TESTS}, which are not in {folder}")
+    if not has_pages():
+        print(f"not compared with {FEATURES} and {PEER_TESTS}, which are not in {PAGES}")
     sys.exit(bool(open_claims))

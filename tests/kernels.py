@@ -7,18 +7,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-QUIET = {
-    "empty",
-    "new_empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty_strided",
-    "detach",
-    "alias",
-    "_unsafe_view",
-    "_lazy_clone",
-    "as_strided_",
-}
+NAMES = "empty new_empty empty_like empty_strided new_empty_strided detach alias _unsafe_view _lazy_clone as_strided_"
+QUIET = {*NAMES.split()}
 """They allocate, or give the same memory again, perhaps as another shape; `_lazy_clone` copies only once somebody writes."""
 
 

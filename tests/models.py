@@ -119,37 +119,14 @@ RESNET = {"embedding_size": 4, "hidden_sizes": [4, 6], "depths": [1, 2], "layer_
 OF_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict[str, Tensor]]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Block", GPT2, _text),
     "llama_tied": (
-        "LlamaForCausalLM",
-        "LlamaDecoderLayer",
-        TEXT_SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": True, "use_cache": False},
-        _text,
-    ),
-    "mixtral": (
-        "MixtralForCausalLM",
-        "MixtralDecoderLayer",
-        TEXT_SIZES | EXPERTS | {"num_key_value_heads": 1, "use_cache": False},
-        _text,
-    ),
-    "t5": ("T5ForConditionalGeneration", "T5Block", T5, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n, 4)}),
+        "LlamaForCausalLM", "LlamaDecoderLayer",
+        TEXT_SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": True, "use_cache": False}, _text),
     "bert_with_dropout": (
-        "BertForSequenceClassification",
-        "BertLayer",
-        TEXT_SIZES | {"num_labels": 3},
-        lambda n: {"input_ids": _tokens(n), "labels": torch.randint(3, (n, 2))},
-    ),
-    "vit": (
-        "ViTForImageClassification",
-        "ViTLayer",
-        SIZES | {"image_size": 8, "patch_size": 4, "num_labels": 3},
-        lambda n: _image(n, 2, 8),
-    ),
+        "BertForSequenceClassification", "BertLayer", TEXT_SIZES | {"num_labels": 3},
+        lambda n: {"input_ids": _tokens(n), "labels": torch.randint(3, (n, 2))}),
     "resnet_with_batch_norm": (
-        "ResNetForImageClassification",
-        "ResNetBasicLayer",
-        RESNET | {"num_labels": 3},
-        lambda n: _image(n, 3, 16),
-    ),
-}
+        "ResNetForImageClassification", "ResNetBasicLayer", RESNET | {"num_labels": 3}, lambda n: _image(n, 3, 16)),
+}  # fmt: skip
 """The class, that of its blocks, the options of its config, and batches for so many ranks."""
 
 
@@ -162,15 +139,14 @@ def of_transformers(name: str, ranks: int, **other: Any) -> Architecture:
     return Architecture(model, batches(ranks), _labelled, (blocks,))
 
 
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True)
-        self.head = nn.Linear(8, 2)
+def read_lstm(self: Any, x: Tensor) -> Tensor:
+    out, (hidden, _) = self.lstm(x)
+    return self.head(out).sum(1) + hidden.mean()
 
-    def forward(self, x: Tensor) -> Tensor:
-        out, (hidden, _) = self.lstm(x)
-        return self.head(out).sum(1) + hidden.mean()
+
+Lstm = module_class(
+    "Lstm", lambda: {"lstm": nn.LSTM(3, 4, 2, bidirectional=True, batch_first=True), "head": nn.Linear(8, 2)}, read_lstm
+)
 
 
 def lstm(ranks: int) -> Architecture:

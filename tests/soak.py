@@ -1,11 +1,10 @@
 """Steps of random strategies on gloo ranks for so many seconds, each compared with plain autograd, where memory is guarded.
 
-    python tests/soak.py --ranks 4 --seconds 120 --guard pages --burn 2
+    python tests/soak.py --ranks 4 --seconds 120
 
-Whether a buffer is ever freed or written while gloo has it: ``--guard pages`` puts every tensor before a page that nobody may
-touch and never uses its memory again (guard.c; it needs a C compiler), ``--guard malloc`` has glibc check and overwrite what
-is freed. Some steps end in an error on every rank, or go no further than forward. ``--burn`` are processes that keep the
-cores busy. A rank that dies says where, by faulthandler. One line with the number of steps if nothing was found.
+Whether a buffer is ever freed or written while gloo has it: guard.c, which needs a C compiler, puts every tensor before a page
+that nobody may touch and never uses its memory again. Some steps end in an error on every rank, or go no further than forward.
+A rank that dies says where, by faulthandler. One line with the number of steps if nothing was found.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import contextlib
 import faulthandler
 import gc
-import multiprocessing as mp
 import os
 import random
 import shutil
@@ -26,74 +24,41 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from models import module_class
+from models import function, module_class
 from ranks import free_port
 
 LEAST = 20  # steps
 LIMIT = 300  # seconds after which a rank that stands still says where
 
 
-def guards(kind: str, folder: Path) -> dict[str, str]:
-    """The environment that watches over memory: "pages", "malloc" or "none"."""
-    if kind == "none":
-        return {}
-    if kind == "malloc":
-        checked = {"MALLOC_PERTURB_": "165", "MALLOC_CHECK_": "3"}
-        return {**checked, "LD_PRELOAD": "libc_malloc_debug.so.0"}
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        raise SystemExit("--guard pages: expected a C compiler, got none; use --guard malloc")
-    library = folder / "guard.so"
-    source = Path(__file__).with_name("guard.c")
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
-    return {"LD_PRELOAD": str(library)}
-
-
-def soak(ranks: int, seconds: float, guard: str, burn: int, seed: int, least: int = LEAST) -> int:
+def soak(ranks: int, seconds: float, seed: int, least: int = LEAST) -> int:
     """The number of steps, at least so many. Raises AssertionError with all that was said if a rank fails."""
-    burners = [mp.get_context("spawn").Process(target=_burn, daemon=True) for _ in range(burn)]
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler, "expected a C compiler, got none"
     with tempfile.TemporaryDirectory() as folder:
+        library, source = f"{folder}/guard.so", str(Path(__file__).with_name("guard.c"))
+        subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
         env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
-        env |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), **guards(guard, Path(folder))}
-        command = [sys.executable, __file__, "--rank", "--seconds", str(seconds), "--seed", str(seed)]
-        command += ["--least", str(least)]
-        processes = []
-        for burner in burners:
-            burner.start()
+        env |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "LD_PRELOAD": library}
+        command = [sys.executable, __file__, "--rank", "--seconds", str(seconds), "--seed", str(seed), "--least", str(least)]
+        outputs = [Path(folder) / str(rank) for rank in range(ranks)]
+        processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(ranks):
-                out = (Path(folder) / str(rank)).open("w+")
-                process = subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=out, stderr=subprocess.STDOUT)
-                processes.append((process, out))
+            for rank, output in enumerate(outputs):
+                with output.open("w") as out:
+                    own = {**env, "RANK": str(rank)}
+                    processes.append(subprocess.Popen(command, env=own, stdout=out, stderr=subprocess.STDOUT))
             end = time.monotonic() + seconds + LIMIT
-            while any(p.poll() is None for p, _ in processes) and not any(p.poll() for p, _ in processes):
-                if time.monotonic() > end:
-                    break
+            while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes) and time.monotonic() < end:
                 time.sleep(0.1)
-            time.sleep(1 if any(p.poll() for p, _ in processes) else 0)  # the others may say why as well
+            time.sleep(1 if any(p.poll() for p in processes) else 0)  # the others may say why as well
         finally:
-            for process, _ in processes:
+            for process in processes:
                 process.kill()
-            for burner in burners:
-                burner.kill()
-        said = []
-        for process, out in processes:
-            process.wait()
-            out.seek(0)
-            said.append(out.read())
-            out.close()
-        codes = [process.returncode for process, _ in processes]
-    report = "\n".join(
-        f"--- rank {r}: exit code {code} ---\n{text}" for r, (code, text) in enumerate(zip(codes, said, strict=True))
-    )
+        codes, said = [process.wait() for process in processes], [output.read_text() for output in outputs]
+    report = "\n".join(f"--- rank {r}: exit code {code} ---\n{said[r]}" for r, code in enumerate(codes))
     assert codes == [0] * ranks, report
     return int(said[0].split()[-1])
-
-
-def _burn() -> None:
-    os.nice(5)
-    while True:
-        pass
 
 
 class Stop(Exception):
@@ -145,29 +110,25 @@ def _steps(seed: int, rank: int, size: int) -> Iterator[Callable[[], None]]:
         meshes.append(init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
     alike, own = random.Random(seed), random.Random(seed + 1 + rank)
 
-    class Slow(torch.autograd.Function):
-        """The identity, which takes another time on each rank in both directions, and may fail in backward."""
+    def rest() -> None:
+        time.sleep(own.choice([0, 0, 0, 0.001, 0.01]))
 
-        @staticmethod
-        def forward(x: Tensor, fails: bool) -> Tensor:
-            time.sleep(own.choice([0, 0, 0, 0.001, 0.01]))
-            return x.view_as(x)
+    def forward(x: Tensor, fails: bool) -> Tensor:
+        rest()
+        return x.view_as(x)
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
-            ctx.fails = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
+        ctx.fails = inputs[1]
 
-        @staticmethod
-        def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-            return tangent.view_as(tangent)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rest()
+        if ctx.fails:
+            raise Stop
+        return grad, None
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            time.sleep(own.choice([0, 0, 0, 0.001, 0.01]))
-            if ctx.fails:
-                raise Stop
-            return grad, None
-
+    # the identity, which takes another time on each rank in both directions, and may fail in backward
+    methods = {"setup_context": setup_context, "backward": backward}
+    Slow = function(forward, jvp=lambda ctx, tangent, _: tangent.view_as(tangent), **methods)
     Layer = module_class(
         "Layer",
         lambda width: {"linear": nn.Linear(width, width), "norm": nn.LayerNorm(width), "fails": False},
@@ -226,8 +187,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--guard", choices=["pages", "malloc", "none"], default="pages")
-    parser.add_argument("--burn", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--least", type=int, default=LEAST, help="steps, however long they take")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -235,7 +194,7 @@ def main() -> None:
     if args.rank:
         rank_main(args.seconds, args.seed, args.least)
     else:
-        print(soak(args.ranks, args.seconds, args.guard, args.burn, args.seed, args.least), "steps, nothing found")
+        print(soak(args.ranks, args.seconds, args.seed, args.least), "steps, nothing found")
 
 
 if __name__ == "__main__":

@@ -415,4 +415,4 @@ needs_compiler = pytest.mark.skipif(
 def test_no_buffer_is_touched_when_it_is_free() -> None:
     """A few steps of soak.py, --thorough: a few seconds. It is to be run for longer by hand."""
     seconds, least = depth((0, 10), (2, soak.LEAST))
-    assert soak.soak(ranks=2, seconds=seconds, guard="pages", burn=0, seed=5, least=least) >= least
+    assert soak.soak(ranks=2, seconds=seconds, seed=5, least=least) >= least

@@ -36,19 +36,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.func import grad, jvp, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry
 
 from funshard import _torch
 from funshard._torch.modules import BatchNorm, NormWithStatistics, find_reset
-
-
-@pytest.fixture
-def fake_group() -> Iterator[str]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -108,14 +99,6 @@ def raw_gather(name: str) -> Callable[[Tensor], Tensor]:
     return lambda x: ops.wait_tensor(ops.all_gather_into_tensor(x, 2, name))
 
 
-def test_bound_device(fake_group: str) -> None:
-    """A process group knows the device of ``init_process_group(device_id=...)``, and None where there was none."""
-    group = _torch.resolve_group(fake_group)
-    assert getattr(group, "bound_device_id", None) is None
-    group.bound_device_id = torch.device("cuda", 1)
-    assert getattr(group, "bound_device_id", None) == torch.device("cuda", 1)
-
-
 def test_stored_at() -> None:
     """`_torch.make_storage_info` gives what torch's reader looks at, of the class that is in its files."""
     found = _torch.make_storage_info("__0_0.distcp", 3, 5)
@@ -133,10 +116,13 @@ def test_saved_unchecked(tmp_path: Path) -> None:
     assert torch.serialization.get_crc32_options()
 
 
-def test_grad_over_raw_collectives_raises(fake_group: str) -> None:
+def test_grad_over_raw_collectives_raises() -> None:
     """Fact 1: so they are called only inside a Function's forward. Until torch has imported their autograd it warns."""
     importlib.import_module("torch.distributed._functional_collectives")
-    refused(RuntimeError, "setup_context", lambda: grad(lambda x: raw_gather(fake_group)(x).sum())(torch.ones(2)))
+    with world(2):
+        assert dist.group.WORLD is not None
+        gathered = raw_gather(dist.group.WORLD.group_name)
+        refused(RuntimeError, "setup_context", lambda: grad(lambda x: gathered(x).sum())(torch.ones(2)))
 
 
 @real_ranks(2)
@@ -209,9 +195,7 @@ def test_hooks_work_in_one_transform() -> None:
         return tensor
 
     def assert_off() -> None:
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with pytest.raises(RuntimeError, match="saved tensor hooks"), hooks:
-            pass
+        refused(RuntimeError, "saved tensor hooks", torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t).__enter__)
 
     def cube(y: Tensor) -> Tensor:
         assert_off()
@@ -487,29 +471,24 @@ def test_last_backward() -> None:
     def slope(x: Tensor) -> Tensor:
         return torch.autograd.grad(sine(x), x, create_graph=True)[0]
 
-    def asked() -> list[bool]:
-        out, told[:] = list(told), []
-        return out
-
     def tell_in_a_node(ctx: Any, g: Tensor) -> Tensor:
         told.extend((_torch.is_last_backward(_torch.current_level()), _torch.is_in_python_node()))
         return g
 
     x = torch.tensor(0.5)
-    assert not _torch.is_last_backward(0)
-    assert grad(sine)(x) == x.cos()
-    assert asked() == [True]
-    assert grad(slope)(x) == -x.sin()
-    assert asked() == [False]
-    assert grad(grad(sine))(x) == -x.sin()
-    assert asked() == [True]
-    value, pull = torch.func.vjp(sine, x)
-    assert pull(torch.ones_like(value))[0] == x.cos()
     leaf = x.clone().requires_grad_()
-    torch.autograd.grad(sine(leaf), leaf, create_graph=True)
-    assert not any(asked())
-    grad(function(lambda x: x.clone(), backward=tell_in_a_node).apply)(x)
-    assert asked() == [True, True]
+    assert not _torch.is_last_backward(0)
+    for run, answers in (
+        (lambda: grad(sine)(x), [True]),
+        (lambda: grad(slope)(x), [False]),
+        (lambda: grad(grad(sine))(x), [True]),
+        (lambda: torch.func.vjp(sine, x)[1](x), [False]),
+        (lambda: torch.autograd.grad(sine(leaf), leaf, create_graph=True), [False]),
+        (lambda: grad(function(lambda x: x.clone(), backward=tell_in_a_node).apply)(x), [True, True]),
+    ):
+        told.clear()
+        run()
+        assert told == answers
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.complex64])
@@ -578,12 +557,8 @@ def test_parametrizations_set_a_tensor_to_itself() -> None:
 
 SAVES: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
-    "tanh": torch.tanh,
-    "softmax": lambda x: x.softmax(-1),
     "attention": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3),
-    "layer_norm": lambda x: F.layer_norm(x, (4,)),
     "norm": lambda x: x.norm(),
-    "cumprod": lambda x: x.cumprod(0),
     "in place": lambda x: (x * 1).exp_(),
     "chain": lambda x: x.exp().exp().sigmoid().sqrt(),
     "max": lambda x: x.max(0)[0],
@@ -593,24 +568,22 @@ SAVES: dict[str, Callable[[Tensor], Tensor]] = {
 LSTM = nn.LSTM(4, 4)
 
 
-class Nested(torch.autograd.Function):
-    """Saves its output, after it has made other nodes."""
+def exp_beside_others(x: Tensor) -> Tensor:
+    """Makes other nodes before its result, which is saved."""
+    with torch.enable_grad():
+        x.detach().requires_grad_().exp().sum()
+    return x.exp()
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x.detach().requires_grad_().exp().sum()
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.saved_tensors[0]
+Nested = function(
+    exp_beside_others,
+    setup_context=lambda ctx, inputs, y: ctx.save_for_backward(y),
+    backward=lambda ctx, g: g * ctx.saved_tensors[0],
+)
 
 
 @at_most(1)
-@pytest.mark.parametrize("name", mark_seldom(SAVES, *[*SAVES][:7]))
+@pytest.mark.parametrize("name", mark_seldom(SAVES, *[*SAVES][:4]))
 def test_saved_outputs_hold_no_graph(name: str) -> None:
     """What `kept` keeps frees everything without the collector, and gives the gradients of plain autograd."""
     x = torch.rand(4, 4, requires_grad=True)
@@ -883,14 +856,9 @@ def test_operators_that_make_results() -> None:
     aten, sent = torch.ops.aten, torch.ops._c10d_functional
     make = {aten.mm.default, aten.native_layer_norm.default, aten.rand_like.default, aten.sort.default, aten._to_copy.default}
     others = {aten.view.default, aten.split.Tensor, aten.relu_.default, aten.mm.out, aten.bernoulli_.float}
-    others |= {
-        aten.empty.memory_format,
-        aten.native_batch_norm.default,
-        sent.all_reduce.default,
-        sent.wait_tensor.default,
-        aten.empty_like.default,
-    }
-    others |= {aten._native_batch_norm_legit.default, aten._foreach_add_.Scalar, torch.ops.c10d.barrier.default}
+    others |= {aten.empty.memory_format, aten.empty_like.default, aten.native_batch_norm.default, aten._foreach_add_.Scalar}
+    others |= {aten._native_batch_norm_legit.default, *(op.default for op in (sent.all_reduce, sent.wait_tensor))}
+    others |= {torch.ops.c10d.barrier.default}
     assert {op for op in make | others if _torch.is_pure_op(op)} == make
     x, y, z = torch.ones(3, 2, 2)
     assert list(_torch.mutated_args(aten.mm.out, (x, y), {"out": z})) == [z]
@@ -1238,8 +1206,7 @@ def test_leaves_of_transforms() -> None:
     [
         ({}, {"backend": "inductor", "options": {}, "dynamic": None, "fullgraph": False}),
         ({"mode": "reduce-overhead"}, {"backend": "inductor", "options": {"triton.cudagraphs": True}}),
-        ({"fullgraph": True, "dynamic": True, "options": {"max_autotune": True}}, {"options": {"max_autotune": True}}),
-        ({"fullgraph": True, "dynamic": True}, {"dynamic": True, "fullgraph": True}),
+        ({"fullgraph": True, "dynamic": True, "options": {"max_autotune": True}},) * 2,
     ],
 )
 def test_options_of_a_compiled_module(given: dict[str, Any], options: dict[str, Any]) -> None:

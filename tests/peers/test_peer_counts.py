@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from collective_log import Collectives, Sent, gather, gathers, reduce, scatter, 
 from depth import at_most, depth, each, every
 from models import module_class, refused
 from parity import WAYS, check_parity, next_token, numbers, shards_of, squared, tokens
-from peer_models import MLP, Block, Net, Order, Outer, Transformer, chain, frozen, fsdp2
+from peer_models import MLP, Block, Net, Order, Outer, Transformer, chain, frozen
 from ranks import mesh_of, real_ranks
 from torch import nn
 from torch.distributed import DeviceMesh, init_device_mesh
@@ -40,6 +41,13 @@ class Claim(NamedTuple):
     reduced: Sequence[str]
 
 
+def bitfit() -> nn.Module:
+    model = Net()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("bias"))
+    return model
+
+
 ALL, NESTED = ["", *BLOCKS], ["0", "0.inner", "1", "1.inner"]
 CLAIMS = {
     "test_fully_shard_communication_count": Claim(
@@ -53,10 +61,11 @@ CLAIMS = {
     "test_nested_units_are_gathered_once": Claim(
         "An outer unit stays gathered over the inner one: two units' gathers each pass, and each reduced once.",
         lambda: nn.Sequential(Outer(), Outer(), MLP(5)), fs.by_type(MLP), [*NESTED, "2"], NESTED, [*NESTED, "2"]),
-    "test_frozen_units_are_not_reduced": Claim(
-        "A frozen unit is gathered again where a gradient has to go through it, and not if it is still there, as blocks.2.",
-        lambda: frozen(Net(), "first", "blocks.0", "blocks.2"), fs.by_type(MLP), [":frozen", "", *BLOCKS], ["blocks.1"],
-        ["", "blocks.1"]),
+    **{
+        f"test_train_mixed_requires_grad_per_group, {reshard}": Claim(
+            "BitFit: only biases are trained, and only their elements are reduced; backward reads no bias.", bitfit,
+            fs.by_type(MLP, p=P("shard", reshard=reshard)), [key for unit in ALL for key in (f"{unit}:frozen", unit)],
+            [f"{unit}:frozen" for unit in BLOCKS[:-1]] if reshard else [], ALL) for reshard in (True, False)},
     **{
         f"test_set_reshard_after_forward, {reshard}, of blocks {others}": Claim(
             "Each unit has its own setting: the blocks' decides the gathers in backward, the root's changes none.", Net,
@@ -90,18 +99,21 @@ def test_replicated_units_only_reduce(size: int, way: str) -> None:
         assert sent.backward == [Sent("all_reduce", n, 8 * n, size)]
 
 
-@every(way=WAYS, shape=[(2, 4), (4, 16)])
-def test_fsdp_hybrid_shard_basic_setup(shape: tuple[int, int], way: str) -> None:
-    """HSDP: as FSDP within the inner axis, and one all-reduce more for each unit, of the slice alone."""
-    with world(shape[0] * shape[1]):
-        spec = fs.by_type(MLP)(Net()).on(mesh_of(*shape))
+HYBRID: list[dict[str, int]] = [{"replicate": 2, "shard": 4}, {"pod": 2, "replicate": 3, "shard": 4}]
+
+
+@every(way=WAYS, sizes=HYBRID)
+def test_fsdp_hybrid_shard_basic_setup(sizes: dict[str, int], way: str) -> None:
+    """HSDP: as FSDP within the inner axis, and one all-reduce more for each unit and axis of replicas, of the slice alone."""
+    with world(math.prod(sizes.values())):
+        spec = fs.by_type(MLP)(Net()).on(mesh_of(**sizes))
         sent = step(Net(), spec, way)
-        every = ("", *BLOCKS)
-        assert sent.forward == gathers(spec, *every)
-        reductions = scatters(spec, *every) + [reduce(spec, key, shape[0]) for key in every]
-        assert Counter(sent.backward) == Counter(gathers(spec, *BLOCKS[:-1]) + reductions)
-        for key in every:  # reduce-scattered first: the replicas exchange slices, not buffers
-            assert sent.backward.index(scatter(spec, key)) < sent.backward.index(reduce(spec, key, shape[0]))
+        assert sent.forward == gathers(spec, *ALL)
+        *replicas, _ = sizes.values()
+        reductions = {key: [scatter(spec, key), *(reduce(spec, key, n) for n in reversed(replicas))] for key in ALL}
+        assert Counter(sent.backward) == Counter([*gathers(spec, *BLOCKS[:-1]), *itertools.chain(*reductions.values())])
+        for own in reductions.values():  # the replicas exchange slices, not buffers, innermost first
+            assert [s for s in dict.fromkeys(sent.backward) if s in own] == own
 
 
 @every(way=WAYS, p=[P("shard"), P("shard", reshard=False), P(), DOUBLE], initialised=[True, False])
@@ -118,32 +130,9 @@ def test_train_parity_single_worldsize1(initialised: bool, p: P, way: str) -> No
     assert sent.all == []
 
 
-@every(way=WAYS, reshard=[True, False])
-def test_train_mixed_requires_grad_per_group(reshard: bool, way: str) -> None:
-    """BitFit: only biases are trained, and only their elements are reduced, at every one of several steps."""
-    model = Net()
-    for name, p in model.named_parameters():
-        p.requires_grad_(name.endswith("bias"))
-    biases = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    with world(8):
-        spec = fs.by_type(MLP, p=P("shard", reshard=reshard))(model).bound
-        padding = sum(spec.padded_numel(unit) - unit.numel for unit in spec if unit.requires_grad)
-        for _ in range(3):
-            sent = step(model, spec, way)
-            reductions = [s for s in sent.all if s.op != "all_gather"]
-            assert Counter(reductions) == Counter(scatter(spec, unit.key) for unit in spec if unit.requires_grad)
-            assert sum(s.numel for s in reductions) == biases + padding
-            again = {s for s in sent.backward if s.op == "all_gather"}
-            weights = {gather(spec, unit.key) for unit in spec if unit.path and not unit.requires_grad}
-            assert again == (weights if reshard else set())  # and no bias: nothing reads one in backward
-
-
 # --- traces ---
 MODELS: dict[str, tuple[Callable[[], nn.Module], Policy]] = {
     "blocks": (Net, fs.by_type(MLP)),
-    "layers": (Net, fs.policies.always()),
-    "kept": (Net, fs.by_type(MLP, p=P("shard", reshard=False))),
-    "replicated": (Net, fs.policies.always(P())),
     "mixed": (Net, fs.by_path({"blocks.0": P(), "blocks.1": P("shard", reshard=False)})),
     "frozen": (lambda: frozen(Net(), "blocks.1"), fs.policies.always()),
     "nested": (lambda: nn.Sequential(Outer(), MLP(5)), fs.by_type(MLP)),
@@ -197,26 +186,6 @@ def test_what_each_strategy_sends() -> None:
     assert Counter(s for s in sent.backward if s.op != "all_gather") == wanted
 
 
-SUBSETS = [None, "pod", "replicate", "shard", ("pod", "shard"), ("shard", "replicate"), ("pod", "replicate", "shard")]
-
-
-@pytest.mark.parametrize("axis", SUBSETS, ids=str)
-def test_three_axes(axis: Any) -> None:
-    """Eight simulated ranks: split over any of three axes, gradients are the slices of the mean over all of them."""
-    model, xs = Net(2), torch.stack([numbers(rank, 0) for rank in range(8)])
-    fs.testing.assert_exact(squared, model, fs.by_type(MLP, p=P(axis))(model).on({"pod": 2, "replicate": 2, "shard": 2}), xs)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_three_axes_send(way: str) -> None:
-    """HSDP with two axes of replicas: slices are all-reduced over each of them, innermost first."""
-    with world(24):
-        spec = fs.policies.whole()(MLP(5)).on(mesh_of(pod=2, replicate=3, shard=4))
-        sent = step(MLP(5), spec, way)
-    assert sent.forward == [gather(spec, "")]
-    assert sent.backward == [scatter(spec, ""), reduce(spec, "", 3), reduce(spec, "", 2)]
-
-
 # --- meshes of groups ---
 Plain = module_class(
     "Plain",
@@ -253,10 +222,6 @@ def test_custom_hsdp_all_reduce_hook(rank: int) -> None:
     hybrid = fs.policies.whole()(model).on(mesh_of(2, 2))
     assert torch.equal(fs.shard(model, hybrid, check_values=False)[""], params[""])  # the replicas' weights are their own
     assert torch.equal(fs.grad(lambda p: call(p, hybrid))(params)[""], want[""])
-    peer = fsdp2(copy.deepcopy(model), mesh=mesh_of(2, 2))
-    peer(x).sum().backward()
-    for name, p in peer.named_parameters():
-        assert torch.equal(p.grad.full_tensor(), expected[name])
 
 
 @at_most(1)
@@ -277,12 +242,8 @@ def test_process_group_init(rank: int, dims: int) -> None:
 
 def test_invalid_meshes() -> None:
     """Two dimensions without names, and axes that are not there, are errors that name them before anything is sent."""
-    policy, both, words = (
-        fs.by_type(MLP),
-        fs.by_type(MLP, p=BOTH),
-        r"unit '': unknown mesh axis 'replicate' in .* one of \('shard',\)",
-    )
-    model = Net()
+    model, policy, both = Net(), fs.by_type(MLP), fs.by_type(MLP, p=BOTH)
+    words = r"unit '': unknown mesh axis 'replicate' in .* one of \('shard',\)"
     with world(8):
         unnamed, one = init_device_mesh("cpu", (2, 4)), init_device_mesh("cpu", (8,))
         with Collectives() as log:

@@ -1,27 +1,25 @@
-"""Some AdamW steps of a small GPT on four real ranks: FSDP2's, DDP's and FSDP1's of the same mesh and precision."""
+"""Some AdamW steps of a small GPT on four real ranks: FSDP2's and DDP's of the same mesh and precision."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom
 from parity import MAIN_WAYS, WAYS, next_token, numbers, same, sharded_call, shards_of, squared_loss, step_with, tokens
-from peer_models import MLP, Block, Net, Transformer, chain, frozen, fsdp1, fsdp2
+from peer_models import MLP, Block, Net, Transformer, chain, frozen, fsdp2
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import funshard as fs
-from funshard import Codec, P, Precision, _torch
+from funshard import P, Precision, _torch
 from funshard.collectives import Axis, Mesh, all_to_all
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -41,29 +39,28 @@ def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
-def by_torch(model: nn.Module, rank: int) -> list[float]:
-    """The losses of a module that reduces its gradients by itself."""
-    optimizer, losses = adamw(model.parameters()), []
+def check(rank: int, reference: nn.Module, policy: fs.Policy, mesh_name: str, rounding: float = 0) -> None:
+    """Losses and parameters of our training beside those of a module that reduces its gradients by itself.
+
+    Parameters are equal but for float32, and on average but for ``rounding``: Adam makes a step of that of a small gradient.
+    """
+    model, theirs = gpt(), adamw(reference.parameters())
+    spec, params = shards_of(policy, model, mesh_of(*MESHES[mesh_name]))
+    ours = adamw(params.values())
     for step in range(STEPS):
-        loss = loss_of(model, rank, step)
+        loss = loss_of(reference, rank, step)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def by_funshard(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> tuple[fs.Params, list[float]]:
-    """The full parameters afterwards, and the losses."""
-    params, losses = fs.shard(model, spec), []
-    optimizer = adamw(params.values())
-
-    for step in range(STEPS):
+        theirs.step()
+        theirs.zero_grad()
         grads, value = fs.grad_and_value(lambda p: loss_of(sharded_call(model, p, spec), rank, step))(params)
         assert {key: g.dtype for key, g in grads.items()} == {key: p.dtype for key, p in params.items()}
-        step_with(grads, params, optimizer)
-        losses.append(value.item())
-    return fs.unshard(params, spec), losses
+        step_with(grads, params, ours)
+        assert_close(value, loss.detach(), rtol=0, atol=20 * rounding or 1e-5, check_dtype=False)
+    got = fs.unshard(params, spec)
+    named = ((name.removeprefix("module."), p) for name, p in reference.named_parameters())
+    expected = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in named}
+    difference = torch.cat([(got[name] - p).abs().flatten() for name, p in expected.items()])
+    assert difference.max() < 1e-5 or 0 < difference.mean() < rounding, (difference.mean(), difference.max())
 
 
 PRECISIONS: dict[str, tuple[Precision | None, MixedPrecisionPolicy, float]] = {
@@ -76,71 +73,26 @@ PRECISIONS: dict[str, tuple[Precision | None, MixedPrecisionPolicy, float]] = {
 MESHES = {"fsdp": (4,), "hsdp": (2, 2)}
 
 
-def compare(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding: float) -> None:
-    """Equal but for float32, and on average but for so much: Adam makes a step of the rounding of a small gradient."""
-    difference = torch.cat([(got[name] - p).abs().flatten() for name, p in expected.items()])
-    assert difference.max() < 1e-5 or 0 < difference.mean() < rounding, (difference.mean(), difference.max())
-
-
 @at_most(2)
 @each(name=mark_seldom(PRECISIONS, *[*PRECISIONS][:3]), reshard=[True, False], mesh_name=MESHES)
 @real_ranks(4)
 def test_fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
     """fully_shard on the blocks and the root."""
-    mesh = mesh_of(*MESHES[mesh_name])
     precision, policy, rounding = PRECISIONS[name]
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
-    options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard}
+    options = {"mesh": mesh_of(*MESHES[mesh_name]), "mp_policy": policy, "reshard_after_forward": reshard}
     reference = fsdp2(gpt(), Block, of_blocks={"mp_policy": inner}, **options)
-    losses = by_torch(reference, rank)
-    expected = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in reference.state_dict().items()}
-    model = gpt()
     p = P("shard", reshard=reshard, precision=precision)
     blocks = dataclasses.replace(p, precision=precision and dataclasses.replace(precision, output=None))
-    spec = fs.policies.override(fs.policies.whole(p), fs.by_path({"layers.*": blocks}))(model).on(mesh)
-    got, own = by_funshard(model, spec, rank)
-    torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=20 * rounding or 1e-5)
-    compare(got, expected, rounding)
+    ours = fs.policies.override(fs.policies.whole(p), fs.by_path({"layers.*": blocks}))
+    check(rank, reference, ours, mesh_name, rounding)
 
 
 @pytest.mark.parametrize("mesh_name", MESHES)
 @real_ranks(4)
 def test_ddp(rank: int, mesh_name: str) -> None:
     """P() over one axis or over two."""
-    reference = nn.parallel.DistributedDataParallel(gpt())
-    losses = by_torch(reference, rank)
-    model = gpt()
-    got, own = by_funshard(model, fs.by_type(Block, p=P())(model).on(mesh_of(*MESHES[mesh_name])), rank)
-    torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=1e-5)
-    compare(got, reference.module.state_dict(), 0)
-
-
-FSDP1: dict[str, tuple[P, ShardingStrategy, MixedPrecision | None]] = {
-    "full": (P("shard"), ShardingStrategy.FULL_SHARD, None),
-    "grad op": (P("shard", reshard=False), ShardingStrategy.SHARD_GRAD_OP, None),
-    "none": (P(), ShardingStrategy.NO_SHARD, None),
-    "hybrid": (P("shard"), ShardingStrategy.HYBRID_SHARD, None),
-    "bf16": (
-        P("shard", precision=Precision(param=BF16, reduce=F32)), ShardingStrategy.FULL_SHARD,
-        MixedPrecision(param_dtype=BF16, reduce_dtype=F32, cast_forward_inputs=True)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", mark_seldom(FSDP1, *[*FSDP1][:3]))
-@real_ranks(4)
-def test_fsdp1(rank: int, name: str) -> None:
-    p, strategy, mixed = FSDP1[name]
-    mesh = mesh_of(*MESHES["hsdp" if name == "hybrid" else "fsdp"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated in favour of DDP
-        reference = fsdp1(gpt(), Block, strategy, device_mesh=mesh, mixed_precision=mixed)
-    losses = by_torch(reference, rank)
-    with FullyShardedDataParallel.summon_full_params(reference):
-        expected = copy.deepcopy({n.replace("_fsdp_wrapped_module.", ""): p.detach() for n, p in reference.named_parameters()})
-    model = gpt()
-    got, own = by_funshard(model, fs.by_type(Block, p=p)(model).on(mesh), rank)
-    torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=1e-5 if mixed is None else 2e-2)
-    compare(got, expected, 0)
+    check(rank, nn.parallel.DistributedDataParallel(gpt()), fs.by_type(Block, p=P()), mesh_name)
 
 
 # --- a gather and a reduction of your own ---
@@ -226,18 +178,3 @@ def test_unsharded_views(where: str, trained: bool) -> None:
         if trained:
             WAYS["fs"](squared_loss(model, spec, x))(params)
         assert set(seen) == set(places.items())
-
-
-CASTS = {"cast": Precision(param=F32), "encoded": Precision(codec=Codec(lambda x: (x.float(),), lambda x: x.double()))}
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_no_views_of_what_is_cast(name: str) -> None:
-    """Nothing that a cast or a codec makes is written into the shard, and it is another tensor."""
-    seen: list[tuple[str, int]] = []
-    model = frozen(Seeing(seen), "")
-    spec, params = shards_of(fs.by_type(MLP, p=P("shard", precision=CASTS[name])), model)
-    before = {key: shard.clone() for key, shard in params.items()}
-    fs.functional_call(model, params, numbers(0, 0), spec=spec)
-    assert not {place for _, place in seen} & {storage(shard) for shard in params.values()}
-    assert all(torch.equal(shard, before[key]) for key, shard in params.items())
