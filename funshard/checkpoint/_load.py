@@ -246,11 +246,14 @@ class RecordPlace(NamedTuple):
     file: str
     offset: int
     checksum: int
+    record: tuple[int, int] = (0, 0)
+    """The offset and the bytes of the record around the elements: in torch's metadata, and not in the manifest."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in the files: its shape, and the boxes of it that they have, in row-major order."""
+    """A tensor in the files: its names, and the boxes of it that they have, each in row-major order."""
 
+    names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
     boxes: Mapping[Box, RecordPlace]
@@ -273,8 +276,10 @@ def parse_tensors(path: AnyPath, manifest: Manifest) -> dict[str, StoredTensor]:
                 if not _directory.is_plain_name(file):
                     raise DamagedError(f"a box: expected a file of the checkpoint's directory, got {reprlib.repr(file)}")
                 box = Box(_parse_numbers(offsets, len(shape)), _parse_numbers(sizes, len(shape)))
-                places[box] = RecordPlace(file, *_parse_numbers([offset, crc32], 2))
-            out |= dict.fromkeys(names, StoredTensor(_directory.find_dtype(kind), _parse_numbers(shape, len(shape)), places))
+                offset, crc32 = _parse_numbers([offset, crc32], 2)
+                places[box] = RecordPlace(file, offset, crc32)
+            found = StoredTensor(tuple(names), _directory.find_dtype(kind), _parse_numbers(shape, len(shape)), places)
+            out |= dict.fromkeys(names, found)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the index of tensors in its file '{MANIFEST}' is damaged: {error}") from error
     return out

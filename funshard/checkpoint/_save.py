@@ -13,11 +13,11 @@ import types
 import uuid
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from .._torch.tracing import LOGGER, phase
 from . import _directory
 from ._directory import AnyPath, CheckpointError, Target, open_path
 from ._leaves import COMMON, NUMBER, SLICE, Box, TensorRange, ValueLeaf, check_storable, check_tiles
+from ._load import RecordPlace, StoredTensor
 from ._ranks import TIMEOUT, Ranks
 from ._tree import Description
 
@@ -148,9 +149,9 @@ def save(
         file = target / f"__{ranks.rank}_0_{ranks.name}.distcp"
         undo_write = undo.pop_all()
 
-    def commit(every: list[list[WrittenBox]]) -> None:
+    def commit(every: list[list[StoredTensor]]) -> None:
         assert place is not None
-        place.commit(tree.json, *pack_index([box for boxes in every for box in boxes]))
+        place.commit(tree.json, *pack_index(chain.from_iterable(every)))
 
     def write() -> None:
         with undo_write, phase("checkpoint write"):
@@ -256,7 +257,7 @@ class RangeWriter:
         if self._memory is not None:
             _staging_memory[:] = [self._memory]
 
-    def write(self, path: AnyPath) -> list[WrittenBox]:
+    def write(self, path: AnyPath) -> list[StoredTensor]:
         """Write the boxes to a file, flush it, and return where each is."""
         return write_boxes(path, self.boxes)
 
@@ -297,31 +298,15 @@ def write_record(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int]:
 # --- What describes the files: torch's metadata, and the index of the manifest ---
 
 
-class WrittenBox(NamedTuple):
-    """A box of a stored tensor, and the place of its record."""
-
-    names: tuple[str, ...]
-    """The tensor's name, and its other names."""
-    shape: tuple[int, ...]
-    """The tensor's."""
-    dtype: torch.dtype
-    box: Box
-    file: str
-    offset: int
-    length: int
-    begin: int
-    """The offset of the elements in the file."""
-    checksum: int
-
-
-def write_boxes(path: AnyPath, boxes: Iterable[tuple[TensorRange, Box, Tensor]]) -> list[WrittenBox]:
+def write_boxes(path: AnyPath, boxes: Iterable[tuple[TensorRange, Box, Tensor]]) -> list[StoredTensor]:
     """Write boxes of ranges to a file, flush it, and return where each is."""
-    out: list[WrittenBox] = []
+    out: list[StoredTensor] = []
     at = 0
     with path.open("wb", buffering=1 << 17) as file:
         for part, box, tensor in boxes:
             nbytes, begin, crc32 = write_record(file, tensor)
-            out.append(WrittenBox(part.names, part.shape, tensor.dtype, box, path.name, at, nbytes, at + begin, crc32))
+            place = RecordPlace(path.name, at + begin, crc32, (at, nbytes))
+            out.append(StoredTensor(part.names, tensor.dtype, part.shape, {box: place}))
             at += nbytes
         if isinstance(path, Path):
             file.flush()
@@ -329,37 +314,34 @@ def write_boxes(path: AnyPath, boxes: Iterable[tuple[TensorRange, Box, Tensor]])
     return out
 
 
-def pack_index(boxes: Sequence[WrittenBox]) -> tuple[bytes, dict[str, int], list[Any]]:
+def pack_index(written: Iterable[StoredTensor]) -> tuple[bytes, dict[str, int], list[Any]]:
     """Return the content of torch's metadata file, the sizes of the data files, and the manifest's index of tensors.
 
     Raises ValueError if a tensor's boxes do not tile it.
     """
-    tensors: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
+    metadata = of_torch.Metadata({}, planner_data={}, storage_data={})
+    metadata.storage_meta = of_torch.StorageMeta(save_id=str(uuid.uuid4()))  # no path, whose class not every Python has
     sizes: dict[str, int] = {}
     index: list[Any] = []
-    by_name: dict[str, list[WrittenBox]] = defaultdict(list)
-    for box in boxes:
-        by_name[box.names[0]].append(box)
-        sizes[box.file] = max(sizes.get(box.file, 0), box.offset + box.length)
-    for name, written in by_name.items():
-        first = written[0]
+    by_name: dict[str, list[StoredTensor]] = defaultdict(list)
+    for tensor in written:
+        by_name[tensor.names[0]].append(tensor)
+    for name, parts in by_name.items():
+        names, dtype, shape, _ = parts[0]
+        boxes = [pair for part in parts for pair in part.boxes.items()]
         try:
-            check_tiles(first.shape, [box.box for box in written])
+            check_tiles(shape, [box for box, _ in boxes])
         except ValueError as error:
             raise ValueError(f"'{name}', of all ranks: {error}") from error
-        places = [[*one.box, one.file, one.begin, one.checksum] for one in written]
-        index.append([first.names, _directory.dtype_name(first.dtype), first.shape, places])
-        chunks = [of_torch.ChunkStorageMetadata(*map(torch.Size, box.box)) for box in written]
-        for alias in first.names:
-            properties = of_torch.TensorProperties(first.dtype)
-            tensors[alias] = of_torch.TensorStorageMetadata(properties, torch.Size(first.shape), chunks)
-            for box, chunk in zip(written, chunks, strict=True):
-                at = of_torch.MetadataIndex(alias, chunk.offsets)
-                storage[at] = _torch.make_storage_info(box.file, box.offset, box.length)
-    names = {name: (name,) for name in tensors}
-    save_id = of_torch.StorageMeta(save_id=str(uuid.uuid4()))  # no path, whose class not every Python has
-    metadata = of_torch.Metadata(tensors, planner_data=names, storage_data=storage, storage_meta=save_id)
+        index.append([names, _directory.dtype_name(dtype), shape, [[*box, *place[:3]] for box, place in boxes]])
+        chunks = [of_torch.ChunkStorageMetadata(*map(torch.Size, box)) for box, _ in boxes]
+        described = of_torch.TensorStorageMetadata(of_torch.TensorProperties(dtype), torch.Size(shape), chunks)
+        metadata.state_dict_metadata |= dict.fromkeys(names, described)
+        metadata.planner_data |= {alias: (alias,) for alias in names}
+        for (_, place), chunk in zip(boxes, chunks, strict=True):
+            sizes[place.file] = max(sizes.get(place.file, 0), sum(place.record))
+            stored = _torch.make_storage_info(place.file, *place.record)
+            metadata.storage_data |= {of_torch.MetadataIndex(alias, chunk.offsets): stored for alias in names}
     return pickle.dumps(metadata), sizes, index
 
 

@@ -28,8 +28,8 @@ from funshard.checkpoint._leaves import (
     range_to_boxes,
     slice_leaf,
 )  # fmt: skip
-from funshard.checkpoint._load import plan_reads
-from funshard.checkpoint._save import RangeWriter, WrittenBox, pack_index, write_record
+from funshard.checkpoint._load import RecordPlace, StoredTensor, plan_reads
+from funshard.checkpoint._save import RangeWriter, pack_index, write_record
 from funshard.checkpoint._tree import Description
 from funshard.collectives import ProcessAxis
 
@@ -75,7 +75,7 @@ def saved(states: list[State], specs: list[fs.PartitionSpec]) -> tuple[Metadata,
     """What all ranks write, without files: the description, and every box by its index."""
     writes = [RangeWriter(parts_of(x, spec)) for x, spec in zip(states, specs, strict=True)]
     boxes = [found for writer in writes for found in writer.boxes]
-    written = [WrittenBox(part.names, part.shape, view.dtype, box, "", 0, 0, 0, 0) for part, box, view in boxes]
+    written = [StoredTensor(part.names, view.dtype, part.shape, {box: RecordPlace("", 0, 0)}) for part, box, view in boxes]
     stored: dict[MetadataIndex, Tensor] = {}
     for part, box, view in boxes:
         index = MetadataIndex(part.names[0], box.offsets)
