@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import reprlib
-from collections.abc import Callable, Mapping
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +23,11 @@ from .._sharding.full import find_result_dtype, stream_full
 from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER
 from .._wire.host import check_host_resident
-from . import _directory
 from ._directory import CheckpointError, DamagedError, flush, is_directory, is_plain_name, open_regular, read_regular
 from ._leaves import Box, check_storable, clean_name, slice_leaf
 from ._ranks import TIMEOUT, Ranks
 from ._save import Part, compare_texts
+from ._tree import without_memory
 
 SINGLE = "model.safetensors"
 """The name of the file if there is one."""
@@ -104,7 +105,7 @@ def export(
     target = Path(path).absolute()
     header = {"format": "pt", **(metadata or {})}
 
-    def plan() -> tuple[tuple[list[dict[str, str]], int], dict[Part, str]]:
+    def plan() -> tuple[tuple[Params, list[dict[str, str]], int], dict[Part, str]]:
         _import_safetensors()
         if ranks.rank == 0:
             _check_target(target)
@@ -117,61 +118,59 @@ def export(
             raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
         if wrong := next((key for key, value in header.items() if not isinstance(value, str)), None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"metadata '{wrong}': expected a string, got {type(header[wrong]).__name__}")
+        if wrong := next((name for name in buffers or {} if name in spec.by_name), None):
+            raise ValueError(f"buffers: '{wrong}' is a parameter of the spec: expected others")
         texts = {(key, ""): f"a slice, {params[key].dtype}" for key in spec.by_key if key in params}
-        return _plan_files(params, spec, dtype, dict(buffers or {}), rename or str, shard_bytes), texts
+        full = _find_full(params, spec) | dict(buffers or {})
+        return (full, *_plan_files(params, spec, dtype, full, rename or str, shard_bytes)), texts
 
-    (files, total_size), _ = ranks.decide(plan, compare_texts, "checkpoint.export")
+    (full, files, total_size), _ = ranks.decide(plan, compare_texts, "checkpoint.export")
     if dry_run:
         return target
-    n, is_new, tensors = len(files), not target.exists(), dict[str, Tensor]()
-    paths = [target / (SINGLE if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors") for i in range(n)]
-    planned = dict(zip(paths, files, strict=True))
 
-    def add(more: Mapping[str, Tensor]) -> None:
-        tensors.update(more)
-        for path in [path for path, names in planned.items() if names.keys() <= tensors.keys()]:
-            found = {new: tensors.pop(name) for name, new in planned.pop(path).items()}
-            _write_file(path, {new: x.to("cpu", find_result_dtype(x.dtype, dtype)) for new, x in found.items()}, header)
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for unit in (unit for unit in spec if unit.key in params):  # each by itself: no two of them are in memory
+            yield from stream_full({unit.key: params[unit.key]}, spec, dtype=dtype, rank0_only=True, offload_to_cpu=True)
+        for name, tensor in full.items():
+            yield name, tensor.to("cpu", find_result_dtype(tensor.dtype, dtype))
 
-    def finish() -> None:
-        add(_unsharded_tensors(params, spec, buffers or {}))
-        if n > 1:  # the index comes last: without it nobody reads several files
-            weights = {new: path.name for path, names in zip(paths, files, strict=True) for new in names.values()}
+    def write_files(folder: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        n, found, weights = len(files), dict[str, Tensor](), dict[str, str]()
+        for i, names in enumerate(files):
+            file = SINGLE if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors"
+            while names.keys() - found.keys():
+                found.update([next(tensors)])
+            dense = ((new, found.pop(name).contiguous()) for name, new in names.items())
+            _import_safetensors().torch.save_file(dict(dense), f"{folder}/{file}", header)
+            weights |= dict.fromkeys(names.values(), file)
+        if n > 1:
             index = {"metadata": {"total_size": total_size}, "weight_map": weights}
-            _directory.replace(target / INDEX, json.dumps(index, indent=2).encode(), "")
+            Path(folder, INDEX).write_text(json.dumps(index, indent=2))
+        written = [Path(folder, file) for file in (*dict.fromkeys(weights.values()), *[INDEX] * (n > 1))]
+        for path in (*written, target):
+            flush(path)
+        for path in written:  # the index comes last: without it nobody reads several files
+            os.replace(path, target / path.name)
         flush(target)
         flush(target.parent)
 
-    try:
-        with torch.no_grad():
-            for unit in spec:
-                full = _gather(params, unit, spec, dtype)
-                ranks.run_on_first(lambda full=full: add(full), "checkpoint.export")
-                del full  # before the next unit is gathered
-            ranks.run_on_first(finish, "checkpoint.export")
-    except BaseException:
-        if ranks.rank == 0:
-            for path in (*paths, target / INDEX):
-                _directory.remove(path)
-                _directory.remove(_partial(path))
-            with suppress(OSError):  # as where another one has put something there
+    def write() -> None:
+        tensors, is_new = stream(), ranks.rank == 0 and not target.exists()
+        try:
+            if ranks.rank == 0:
+                target.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(dir=target) as folder:
+                    write_files(folder, tensors)
+        finally:
+            deque(tensors, maxlen=0)  # every rank takes part in all gathers, also where the first one cannot write
+            with suppress(OSError):  # of a directory that is not empty
                 if is_new:
                     target.rmdir()
-        raise
+
+    with torch.no_grad():
+        ranks.run(write, "checkpoint.export")
     LOGGER.info("checkpoint.export: %s is complete", target)
     return target
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
-
-
-def _write_file(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    _import_safetensors().torch.save_file(contiguous, _partial(path), header)
-    flush(_partial(path))
-    os.replace(_partial(path), path)
 
 
 def _check_target(target: Path) -> None:
@@ -182,57 +181,46 @@ def _check_target(target: Path) -> None:
         raise PermissionError(f"{target}: expected a place to write to, and '{parent}' is none")
 
 
+def _find_full(params: Mapping[str, Tensor], spec: PartitionSpec) -> Params:
+    """Return the parameters that are given in full, by name."""
+    found = ((unit, find_full_params(params, unit, dict(spec.bound_mesh.sizes))) for unit in spec)
+    full = {
+        param.name: tensor.detach() for unit, some in found if some for param, tensor in zip(unit.params, some, strict=True)
+    }
+    return full | {name: params[name] for name in spec.ignored if name in params}
+
+
 def _plan_files(
     params: Mapping[str, Tensor],
     spec: PartitionSpec,
     dtype: torch.dtype | None,
-    buffers: Params,
+    full: Params,
     rename: Callable[[str], str],
     shard_bytes: int,
 ) -> tuple[list[dict[str, str]], int]:
     """Return for each file the names in it by those in the model, and all bytes. Raises an error for what files cannot hold."""
+    sharded: Params = {}
+    for unit in (unit for unit in spec if unit.key in params):
+        check_storable(params[unit.key], f"parameter '{unit.params[0].name}'")
+        own, sizes = unit.dtype if unit.is_encoded else params[unit.key].dtype, dict(spec.bound_mesh.sizes)
+        sharded |= {param.name: without_memory(global_shape(param, sizes), own) for param in unit.params}
+    for name, tensor in full.items():
+        check_storable(tensor, f"'{name}'")
     files: list[dict[str, str]] = [{}]
     seen: dict[str, str] = {}
     total = begin = 0
-
-    def add(name: str, own: torch.dtype, numel: int) -> None:
-        nonlocal total, begin
-        if (stored := find_result_dtype(own, dtype)) not in DTYPES.values():
+    for name, tensor in (sharded | full).items():
+        if (stored := find_result_dtype(tensor.dtype, dtype)) not in DTYPES.values():
             raise ValueError(f"'{name}': expected a dtype that safetensors has, got {stored}")
         if (new := rename(name)) in seen:
             raise ValueError(f"'{name}' and '{seen[new]}' would both be '{new}' in the files: expected one name for each")
         seen[new] = name
-        end = total + numel * stored.itemsize
+        end = total + tensor.numel() * stored.itemsize
         if files[-1] and end - begin > shard_bytes:
             files.append({})
             begin = total
         files[-1][name], total = new, end
-
-    for unit in spec:
-        full = find_full_params(params, unit, dict(spec.bound_mesh.sizes))
-        for i, param in enumerate(unit.params):
-            tensor = params[unit.key] if full is None else full[i]
-            check_storable(tensor, f"parameter '{param.name}'")
-            own = unit.dtype if full is None and unit.is_encoded else tensor.dtype
-            add(param.name, own, math.prod(global_shape(param, dict(spec.bound_mesh.sizes))))
-    for name, tensor in _unsharded_tensors(params, spec, buffers).items():
-        if name in spec.by_name:
-            raise ValueError(f"buffers: '{name}' is a parameter of the spec: expected others")
-        check_storable(tensor, f"'{name}'")
-        add(name, tensor.dtype, tensor.numel())
     return files, total
-
-
-def _unsharded_tensors(params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that are in no unit, and full on every rank."""
-    return {name: params[name] for name in spec.ignored if name in params} | dict(buffers)
-
-
-def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the unit's parameters on the host of the mesh's first rank. Other ranks get none, or those given in full."""
-    if (full := find_full_params(params, unit, dict(spec.bound_mesh.sizes))) is not None:
-        return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=True)}
-    return dict(stream_full({unit.key: params[unit.key]}, spec, dtype=dtype, rank0_only=True, offload_to_cpu=True))
 
 
 # --- read_safetensors ---

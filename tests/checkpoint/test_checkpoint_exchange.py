@@ -269,7 +269,7 @@ def test_an_error_of_the_first_rank_is_one_of_all(rank: int, tmp_path: Path) -> 
     spec = fs.policies.always(P("shard"))(model)
     params = fs.shard(model, spec)
     path = tmp_path / "files"
-    write, writes = _safetensors._write_file, 0
+    write, writes = safetensors.torch.save_file, 0
 
     def failing(*args: Any) -> None:
         nonlocal writes
@@ -278,11 +278,11 @@ def test_an_error_of_the_first_rank_is_one_of_all(rank: int, tmp_path: Path) -> 
             raise OSError(28, "No space left on device")
         write(*args)
 
-    _safetensors._write_file = failing
+    safetensors.torch.save_file = failing
     try:
         refused(OSError, "No space left", lambda: checkpoint.export(path, params, spec, shard_bytes=300))
     finally:
-        _safetensors._write_file = write
+        safetensors.torch.save_file = write
     torch.distributed.barrier()
     assert os.listdir(tmp_path) == []
     torch.distributed.barrier()
