@@ -19,7 +19,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import LocalDims, Unit, global_shape
 from .._slices.pieces import slice_pieces
-from .._spec.local import piece_offsets
+from .._spec.local import describe_pieces, piece_offsets
 from .._wire.flow import store_slice
 from .._wire.host import is_host_resident, place_slice
 from ._directory import CheckpointError
@@ -214,6 +214,16 @@ class TensorLeaf:
             for box, view in part.iter_boxes(data) if part.numel else ():
                 if (values := read(part.names, box)) is not None:
                     view.copy_(values)
+
+    def check_stored(self, i: int, stored: Any, spec: PartitionSpec, where: str) -> None:
+        """Raise ValueError, naming the tensor, unless what is stored of ``names[i]`` has its shape and dtype."""
+        if (tuple(stored.shape), stored.dtype) != (self.shapes[i], self.dtype):
+            is_local = self.params and tuple(stored.shape) != self.shapes[i]
+            hint = describe_pieces(self.params[i], dict(spec.bound_mesh.sizes)) if is_local else ""
+            raise ValueError(
+                f"tensor '{self.names[i][0]}': expected {list(self.shapes[i])} {self.dtype}, got {list(stored.shape)} "
+                f"{stored.dtype} in {where}{hint}"
+            )
 
     def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
         """Return as a state has it what was read into memory: a slice encoded, and on the device or host where it is kept."""

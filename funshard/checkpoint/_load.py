@@ -16,7 +16,6 @@ from torch import Tensor
 from .. import _torch
 from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
-from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER, phase
 from . import _directory
 from ._directory import MANIFEST, AnyPath, CheckpointError, DamagedError, Manifest, checksum, open_path
@@ -176,12 +175,7 @@ class _Loader:
                 raise CheckpointError(f"tensor '{key}' of the checkpoint is damaged: {error}") from error
             if leaf.kind == PER_RANK and found.shape[1:] == shape[1:]:
                 check_rank_count(names[0], found.shape[0], self._ranks.size)
-            if (found.shape, found.dtype) != (shape, leaf.dtype):
-                hint = describe_pieces(leaf.params[i], dict(self._spec.bound_mesh.sizes)) if leaf.params else ""
-                raise ValueError(
-                    f"tensor '{names[0]}': expected {list(shape)} {leaf.dtype}, got {list(found.shape)} {found.dtype} "
-                    f"in the checkpoint: was another model saved?{hint}"
-                )
+            leaf.check_stored(i, found, self._spec, "the checkpoint: was another model saved?")
 
     def read(self) -> Any:
         with torch.no_grad(), phase("checkpoint read"):

@@ -11,7 +11,6 @@ from torch import Tensor
 from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
 from .._sharding.full import gather_stored
-from .._spec.local import describe_pieces
 from ..optim._checks import ParamOptions, State, copy_like, group_by_options, refuse_encoded
 from ._leaves import clean_name
 from ._ranks import TIMEOUT, Ranks
@@ -177,18 +176,12 @@ def _read_leaf(leaf: Any, initial: Tensor, states: Mapping[str, Mapping[str, Any
     if not initial.dim():
         memory = memory.repeat(len(leaf.names))
     values: dict[str, Tensor] = {}
-    for (own, *_), shape in zip(leaf.names, leaf.shapes, strict=True):
+    for i, (own, *_) in enumerate(leaf.names):
         name, _, slot = own.rpartition(".")
         if name in states:
             value = states[name][slot]
-            value = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=initial.dtype)
-            if (value.shape, value.dtype) != (shape, initial.dtype):
-                hint = describe_pieces(spec.by_name[name][1], dict(spec.bound_mesh.sizes))
-                raise ValueError(
-                    f"'{slot}' of parameter '{name}': expected {list(shape)} {initial.dtype}, got {list(value.shape)} "
-                    f"{value.dtype}{hint}"
-                )
-            values[own] = value
+            values[own] = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=initial.dtype)
+            leaf.check_stored(i, values[own], spec, "the state_dict")
     leaf.fill(memory, lambda names, box: values[names[0]][box.slices] if names[0] in values else None)
     return memory if initial.dim() else leaf.to_state(memory, spec)
 

@@ -18,13 +18,12 @@ from torch import Tensor
 from .._core.checks import bind_spec, check_mapping, check_params, find_full_params
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
-from .._core.unit import Unit, global_shape
+from .._core.unit import global_shape
 from .._sharding.full import find_result_dtype, stream_full
-from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER
 from .._wire.host import check_host_resident
 from ._directory import CheckpointError, DamagedError, flush, is_directory, is_plain_name, open_regular, read_regular
-from ._leaves import Box, check_storable, clean_name, slice_leaf
+from ._leaves import Box, TensorLeaf, check_storable, clean_name, slice_leaf
 from ._ranks import TIMEOUT, Ranks
 from ._save import Part, compare_texts
 from ._tree import without_memory
@@ -296,10 +295,16 @@ def read_safetensors(
     ranks = Ranks(spec, "checkpoint.read_safetensors", timeout, path=path)
 
     def read() -> Params:
+        stored, params = _find_tensors_in_files(Path(path), rename or clean_name), dict[str, Tensor]()
+        names = {unit: tuple(param.names for param in unit.params) for unit in spec}
+        leaves = {unit.key: slice_leaf(names[unit], unit.dtype, unit, spec, is_encoded=unit.is_encoded) for unit in spec}
+        _check_tensors(stored, path, spec, leaves, cast=cast)
         with torch.no_grad():
-            stored = _find_tensors_in_files(Path(path), rename or clean_name)
-            _check_tensors(stored, Path(path), spec, cast=cast)
-            return {unit.key: _read_unit(unit, stored, spec) for unit in spec}
+            for key, leaf in leaves.items():
+                memory = leaf.allocate()
+                leaf.fill(memory, lambda names, box: next(stored[name] for name in names if name in stored).read(box))
+                params[key] = leaf.to_state(memory, spec)
+        return params
 
     params = ranks.run(read, "checkpoint.read_safetensors")
     LOGGER.info("checkpoint.read_safetensors: %s is read", path)
@@ -335,37 +340,27 @@ def _list_files(path: Path) -> list[Path]:
     return [path.with_name(name) for name in names]
 
 
-def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: PartitionSpec, *, cast: bool) -> None:
-    sizes = dict(spec.bound_mesh.sizes)
-    for param, unit in [(param, owner) for owner in spec for param in owner.params]:
-        where, shape = f"parameter '{param.name}' of unit '{unit.key}'", global_shape(param, sizes)
-        found = [stored[name] for name in param.names if name in stored]
-        if not found:
-            raise ValueError(
-                f"{where} is not in {path}: expected {list(shape)} {param.dtype}, got {len(stored)} tensors such as "
-                f"{sorted(stored)[:3]}; rename= maps their names"
-            )
-        tensor, *others = found
-        if others:
-            names = f"'{tensor.name}' and '{others[0].name}'"
-            raise ValueError(f"{where}: expected one of its names, got {names}; leave one out, by a rename= that gives None")
-        is_castable = tensor.shape == shape and tensor.dtype.is_floating_point and param.dtype.is_floating_point
-        if (tensor.shape, tensor.dtype) != (shape, param.dtype) and not (cast and is_castable):
-            got = f"{list(tensor.shape)} {tensor.dtype} in {tensor.file}"
-            hint = "; cast=True converts it" if is_castable else describe_pieces(param, sizes)
-            raise ValueError(f"{where}: expected {list(shape)} {param.dtype}, got {got}{hint}")
+def _check_tensors(
+    stored: Mapping[str, _FileTensor], path: str, spec: PartitionSpec, leaves: Mapping[str, TensorLeaf], *, cast: bool
+) -> None:
+    for key, leaf in leaves.items():
+        for i, names in enumerate(leaf.names):
+            where, found = f"parameter '{names[0]}' of unit '{key}'", [stored[name] for name in names if name in stored]
+            if not found:
+                raise ValueError(
+                    f"{where} is not in {path}: expected {list(leaf.shapes[i])} {leaf.dtype}, got {len(stored)} tensors such as "
+                    f"{sorted(stored)[:3]}; rename= maps their names"
+                )
+            tensor, *others = found
+            if others:
+                both = f"'{tensor.name}' and '{others[0].name}'"
+                raise ValueError(f"{where}: expected one of its names, got {both}; leave one out, by a rename= that gives None")
+            is_castable = tensor.shape == leaf.shapes[i] and tensor.dtype.is_floating_point and leaf.dtype.is_floating_point
+            if not (cast and is_castable):
+                leaf.check_stored(i, tensor, spec, f"{tensor.file}{'; cast=True converts it' if is_castable else ''}")
     for name in stored:
         if name not in spec.by_name and name not in spec.ignored:
             raise ValueError(
                 f"tensor '{name}' of {stored[name].file} is no parameter of the spec: expected names such as "
                 f"{list(spec.by_name)[:3]}; rename= maps names, and gives None for tensors to pass over, such as buffers"
             )
-
-
-def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpec) -> Tensor:
-    """Read this rank's slice of a unit."""
-    names = tuple(param.names for param in unit.params)
-    leaf = slice_leaf(names, unit.dtype, unit, spec, is_encoded=unit.is_encoded)
-    memory = leaf.allocate()
-    leaf.fill(memory, lambda names, box: next(stored[name] for name in names if name in stored).read(box))
-    return leaf.to_state(memory, spec)

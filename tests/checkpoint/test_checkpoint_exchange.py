@@ -328,8 +328,8 @@ def test_bad_exports_are_refused_on_all_ranks(rank: int, tmp_path: Path) -> None
 WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any]]] = {
     "missing": ("parameter '1.bias' of unit '1?' is not in .*, got 3 tensors", lambda t: t.pop("1.bias")),
     "unexpected": ("tensor '2.bias' of .* is no parameter", lambda t: t.update({"2.bias": torch.ones(1)})),
-    "shape": (r"'0.weight' .*expected \[3, 2\] .*32, got \[2, 3\]", lambda t: t.update({"0.weight": torch.ones(2, 3)})),
-    "dtype": (r"'0.bias' .* torch.float32, got .* torch.int64", lambda t: t.update({"0.bias": torch.ones(3).long()})),
+    "shape": (r"'0.weight'.*expected \[3, 2\] .*32, got \[2, 3\]", lambda t: t.update({"0.weight": torch.ones(2, 3)})),
+    "dtype": (r"'0.bias'.* torch.float32, got .* torch.int64", lambda t: t.update({"0.bias": torch.ones(3).long()})),
     "float": (r"float32, got \[3\] torch.float64.*cast=True", lambda t: t.update({"0.bias": torch.ones(3).double()})),
     "twice": ("are both '0.bias' in the model", lambda t: t.update({"module.0.bias": torch.ones(3)})),
 }

@@ -197,10 +197,10 @@ def test_states_that_do_not_fit_are_refused(rank: int) -> None:
     nowhere = {**without, "param_groups": [{**full["param_groups"][0], "params": ["head.weight"]}]}
     one_step = r"unit 'blocks.1': expected one 'blocks.1\.\S+\.step' for all of its parameters"
     refused(one_step, changed(full, name, step=torch.tensor(9.0)), spec, blank)
-    refused(f"'step' of parameter '{name}': expected .* torch.float32", changed(full, name, step=torch.tensor(1)), spec, blank)
+    refused(f"tensor '{name}.step': expected .* torch.float32", changed(full, name, step=torch.tensor(1)), spec, blank)
     refused(one_step, without, spec, blank)  # never stepped, as others of its unit were
     refused(f"parameter '{name}' of unit 'blocks.1' has no state and is in no group", nowhere, spec, blank)
-    refused(f"'exp_avg' of parameter '{name}': expected", changed(full, name, exp_avg=torch.zeros(11, 5)), spec, blank)
+    refused(f"tensor '{name}.exp_avg': expected", changed(full, name, exp_avg=torch.zeros(11, 5)), spec, blank)
     refused(f"parameter '{name}': expected a state of", changed(full, name, more=torch.zeros(3)), spec, blank)
     refused("parameter 'x.y' is not in the spec", {**full, "state": {**full["state"], "x.y": {}}}, spec, blank)
     twice = {**full, "state": {**full["state"], f"module.{name}": full["state"][name]}}
