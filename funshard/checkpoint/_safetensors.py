@@ -348,8 +348,8 @@ def _check_tensors(
             where, found = f"parameter '{names[0]}' of unit '{key}'", [stored[name] for name in names if name in stored]
             if not found:
                 raise ValueError(
-                    f"{where} is not in {path}: expected {list(leaf.shapes[i])} {leaf.dtype}, got {len(stored)} tensors such as "
-                    f"{sorted(stored)[:3]}; rename= maps their names"
+                    f"{where} is not in {path}: expected {list(leaf.shapes[i])} {leaf.dtype}, got {len(stored)} tensors "
+                    f"such as {sorted(stored)[:3]}; rename= maps their names"
                 )
             tensor, *others = found
             if others:

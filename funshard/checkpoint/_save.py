@@ -117,21 +117,20 @@ def save(
     saving = Saving(target)
     undo = contextlib.ExitStack()  # called if the save fails
 
-    def begin() -> tuple[tuple[Description, RangeWriter, Target | None], Any]:
+    def begin() -> tuple[tuple[Description, Boxes, Target | None], Any]:
         for earlier in list(_pending):
             earlier.wait()
         with phase("checkpoint plan"), torch.no_grad():
             tree, place = Description(state, spec), None
             ranges, texts = summarize(tree, spec, ranks.size)
-            writer = RangeWriter(ranges)
-            undo.callback(writer.release)
+            boxes = share_boxes(ranges)
             if ranks.rank == 0:
                 place = Target(target, ranks.name)
                 undo.callback(place.abandon)
         if asynchronous:
             with phase("checkpoint copy"):
-                writer.stage()
-        return (tree, writer, place), (texts, [leaf.data["values"][0] for leaf in tree.per_rank_values])
+                boxes = stage(boxes)
+        return (tree, boxes, place), (texts, [leaf.data["values"][0] for leaf in tree.per_rank_values])
 
     def compare(found: list[Any]) -> list[Any]:
         every, per_rank = zip(*found, strict=True)
@@ -143,7 +142,7 @@ def save(
         return [*zip(*per_rank, strict=True)]
 
     with undo:
-        (tree, writer, place), per_rank = ranks.decide(begin, compare, "checkpoint.save")
+        (tree, boxes, place), per_rank = ranks.decide(begin, compare, "checkpoint.save")
         for leaf, values in zip(tree.per_rank_values, per_rank, strict=True):
             leaf.data["values"] = values
         file = target / f"__{ranks.rank}_0_{ranks.name}.distcp"
@@ -155,9 +154,8 @@ def save(
 
     def write() -> None:
         with undo_write, phase("checkpoint write"):
-            ranks.decide(lambda: (None, writer.write(file)), commit, "checkpoint.save: nothing was saved")
+            ranks.decide(lambda: (None, write_boxes(file, boxes)), commit, "checkpoint.save: nothing was saved")
             undo_write.pop_all()
-            writer.release()
         LOGGER.info("checkpoint.save: %s is complete", target)
 
     if asynchronous:
@@ -218,52 +216,43 @@ def compare_texts(every: list[dict[Part, str]], hint: str = "") -> None:
 # --- Write this rank's boxes ---
 
 
-class RangeWriter:
-    """A writer of this rank's share of some ranges: of the ranks that hold a piece, the one with the fewest bytes writes it."""
-
-    def __init__(self, parts: Iterable[tuple[TensorRange, Tensor]]) -> None:
-        written: dict[tuple[int, tuple[str, ...] | None], list[int]] = {}  # by the number of holders, and their axes
-        self._memory: Tensor | None = None
-        self.boxes: list[tuple[TensorRange, Box, Tensor]] = []
-        """The boxes with the ranges that they are of, and their elements."""
-        for part, data in parts:
-            nbytes = written.setdefault((part.holders, part.axes), [0] * part.holders)
-            for piece, elements in part.split(data):
-                holder = min(range(part.holders), key=nbytes.__getitem__)
-                nbytes[holder] += elements.nbytes
-                if holder == part.holder:
-                    self.boxes += [(part, box, view) for box, view in piece.iter_boxes(elements)]
-
-    def stage(self) -> None:
-        """Copy the tensors to memory of the host, so that later changes to them are not saved.
-
-        The next save uses the memory again: to allocate it costs more than the copy.
-        """
-        ends = [0, *accumulate(-(-view.nbytes // 16) * 16 for *_, view in self.boxes)]  # at multiples of 16 bytes
-        devices = {view.device for *_, view in self.boxes if view.device.type != "cpu"}
-        memory = _staging_memory.pop() if _staging_memory else None
-        if memory is None or len(memory) < ends[-1] or (devices and not memory.is_pinned()):
-            memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=bool(devices))  # pinned for copies from a device
-        for i, (part, box, view) in enumerate(self.boxes):
-            staged = memory[ends[i] : ends[i] + view.nbytes].view(view.dtype).view(view.shape)
-            self.boxes[i] = part, box, staged.copy_(view, non_blocking=True)
-        self._memory = memory
-        for device in devices:
-            torch.get_device_module(device).synchronize(device)
-
-    def release(self) -> None:
-        """Drop the tensors, and leave the staging memory to the next save."""
-        self.boxes.clear()
-        if self._memory is not None:
-            _staging_memory[:] = [self._memory]
-
-    def write(self, path: AnyPath) -> list[StoredTensor]:
-        """Write the boxes to a file, flush it, and return where each is."""
-        return write_boxes(path, self.boxes)
+Boxes = list[tuple[TensorRange, Box, Tensor]]
+"""Boxes with the ranges that they are of, and their elements."""
 
 
-_staging_memory: list[Tensor] = []
-"""The staging memory of a save that has ended, if there is one."""
+def share_boxes(parts: Iterable[tuple[TensorRange, Tensor]]) -> Boxes:
+    """Return the boxes that this rank writes: of the ranks that hold a piece, the one with the fewest bytes writes it."""
+    written: dict[tuple[int, tuple[str, ...] | None], list[int]] = {}  # by the number of holders, and their axes
+    boxes: Boxes = []
+    for part, data in parts:
+        nbytes = written.setdefault((part.holders, part.axes), [0] * part.holders)
+        for piece, elements in part.split(data):
+            holder = min(range(part.holders), key=nbytes.__getitem__)
+            nbytes[holder] += elements.nbytes
+            if holder == part.holder:
+                boxes += [(part, box, view) for box, view in piece.iter_boxes(elements)]
+    return boxes
+
+
+_staging_memory = [torch.empty(0, dtype=torch.uint8)]
+"""The memory of the last asynchronous save. The next one waits for it and uses it again: to allocate costs more than to copy."""
+
+
+def stage(boxes: Boxes) -> Boxes:
+    """Return the boxes with their elements copied to memory of the host, so that later changes to them are not saved."""
+    ends = [0, *accumulate(-(-view.nbytes // 16) * 16 for *_, view in boxes)]  # at multiples of 16 bytes
+    devices = {view.device for *_, view in boxes if view.device.type != "cpu"}
+    memory = _staging_memory[0]
+    if len(memory) < ends[-1] or (devices and not memory.is_pinned()):
+        memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=bool(devices))  # pinned for copies from a device
+    _staging_memory[0] = memory
+    staged: Boxes = []
+    for begin, (part, box, view) in zip(ends, boxes, strict=False):
+        copied = memory[begin : begin + view.nbytes].view(view.dtype).view(view.shape)
+        staged.append((part, box, copied.copy_(view, non_blocking=True)))
+    for device in devices:
+        torch.get_device_module(device).synchronize(device)
+    return staged
 
 
 # --- A record: what torch.save writes of a tensor, about 1,500 bytes around the elements, but straight from its memory ---

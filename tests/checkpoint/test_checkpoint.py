@@ -342,8 +342,8 @@ def _slowly(monkeypatch: pytest.MonkeyPatch, fail: bool = False) -> None:
                 raise OSError(28, "No space left on device")
         return real(*args, **kwargs)
 
-    real = _save.RangeWriter.write
-    monkeypatch.setattr(_save.RangeWriter, "write", write)
+    real = _save.write_boxes
+    monkeypatch.setattr(_save, "write_boxes", write)
 
 
 def test_a_second_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from funshard.checkpoint._leaves import (
     slice_leaf,
 )  # fmt: skip
 from funshard.checkpoint._load import RecordPlace, StoredTensor, plan_reads
-from funshard.checkpoint._save import RangeWriter, pack_index, write_record
+from funshard.checkpoint._save import pack_index, share_boxes, write_record
 from funshard.checkpoint._tree import Description
 from funshard.collectives import ProcessAxis
 
@@ -73,8 +73,7 @@ def parts_of(state: State, spec: fs.PartitionSpec) -> list[tuple[TensorRange, Te
 
 def saved(states: list[State], specs: list[fs.PartitionSpec]) -> tuple[Metadata, dict[MetadataIndex, Tensor]]:
     """What all ranks write, without files: the description, and every box by its index."""
-    writes = [RangeWriter(parts_of(x, spec)) for x, spec in zip(states, specs, strict=True)]
-    boxes = [found for writer in writes for found in writer.boxes]
+    boxes = [found for x, spec in zip(states, specs, strict=True) for found in share_boxes(parts_of(x, spec))]
     written = [StoredTensor(part.names, view.dtype, part.shape, {box: RecordPlace("", 0, 0)}) for part, box, view in boxes]
     stored: dict[MetadataIndex, Tensor] = {}
     for part, box, view in boxes:
