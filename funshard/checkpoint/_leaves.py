@@ -1,17 +1,24 @@
-"""The leaves of a state: slices and numbers of units, tensors, matrices with an owner, and plain values."""
+"""The leaves of a state, whose tensors have ranges of stored ones, and the boxes that files have of these."""
 
 from __future__ import annotations
 
 import math
+import os
+import pickle
 import re
+import reprlib
 import secrets
+import types
+import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata as of_torch
 
 from .. import _torch
 from .._core.layout import rank_along, rank_coords
@@ -22,7 +29,8 @@ from .._slices.pieces import slice_pieces
 from .._spec.local import describe_pieces, piece_offsets
 from .._wire.flow import store_slice
 from .._wire.host import is_host_resident, place_slice
-from ._directory import CheckpointError
+from . import _directory
+from ._directory import MANIFEST, AnyPath, CheckpointError, DamagedError, Manifest
 
 # --- Divide flat ranges of tensors into N-d boxes ---
 
@@ -320,3 +328,146 @@ def check_storable(value: Any, what: str) -> None:
         raise ValueError(f"{what}: expected at most {MAX_DIMS} dimensions, got {value.dim()}")
     if value.is_meta:
         raise ValueError(f"{what}: expected a tensor with values, got one on the meta device")
+
+
+# --- Tensors in files: the boxes of each, in a record as torch.save writes it, and the indices of these ---
+
+
+class RecordPlace(NamedTuple):
+    """The place of a box: a file of the directory, the offset of its elements there, and their checksum."""
+
+    file: str
+    offset: int
+    checksum: int
+    record: tuple[int, int] = (0, 0)
+    """The offset and the bytes of the record around the elements: in torch's metadata, and not in the manifest."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in the files: its names, and the boxes of it that they have, each in row-major order."""
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: Mapping[Box, RecordPlace]
+
+
+def write_record(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int]:
+    """Write a tensor as torch.save does one of the host. Return the bytes, and the offset and checksum of its elements.
+
+    torch.save writes a whole storage, at once: so it is given one that has the elements alone, in the memory where they are.
+    """
+    dense = tensor.contiguous().cpu()
+    elements = _torch.host_bytes(dense)
+    nbytes = offset = crc32 = 0
+
+    def write(raw: memoryview) -> int:
+        nonlocal nbytes, offset, crc32
+        is_found = len(raw) == len(elements) and (len(raw) > 4096 or raw == elements)  # all else that it writes is short
+        offset = nbytes if is_found else offset
+        for begin in range(0, len(raw), _directory.PIECE_BYTES):
+            piece = raw[begin : begin + _directory.PIECE_BYTES]
+            crc32 = _directory.checksum(piece, crc32 if begin else 0) if is_found else crc32
+            file.write(piece)
+        nbytes += len(raw)
+        return len(raw)
+
+    flat = torch.frombuffer(elements, dtype=torch.uint8) if elements else torch.empty(0, dtype=torch.uint8)
+    alone = flat.view(dense.dtype).view(dense.shape) if elements else torch.empty(dense.shape, dtype=dense.dtype)
+    _torch.save_unchecked(alone, types.SimpleNamespace(write=write))
+    return nbytes, offset, crc32
+
+
+def write_boxes(path: AnyPath, boxes: Iterable[tuple[TensorRange, Box, Tensor]]) -> list[StoredTensor]:
+    """Write boxes of ranges to a file, flush it, and return where each is."""
+    out: list[StoredTensor] = []
+    at = 0
+    with path.open("wb", buffering=1 << 17) as file:
+        for part, box, tensor in boxes:
+            nbytes, begin, crc32 = write_record(file, tensor)
+            place = RecordPlace(path.name, at + begin, crc32, (at, nbytes))
+            out.append(StoredTensor(part.names, tensor.dtype, part.shape, {box: place}))
+            at += nbytes
+        if isinstance(path, Path):
+            file.flush()
+            os.fsync(file.fileno())
+    return out
+
+
+def pack_index(written: Iterable[StoredTensor]) -> tuple[bytes, dict[str, int], list[Any]]:
+    """Return the content of torch's metadata file, the sizes of the data files, and the manifest's index of tensors.
+
+    Raises ValueError if a tensor's boxes do not tile it.
+    """
+    metadata = of_torch.Metadata({}, planner_data={}, storage_data={})
+    metadata.storage_meta = of_torch.StorageMeta(save_id=str(uuid.uuid4()))  # no path, whose class not every Python has
+    sizes: dict[str, int] = {}
+    index: list[Any] = []
+    by_name: dict[str, list[StoredTensor]] = defaultdict(list)
+    for tensor in written:
+        by_name[tensor.names[0]].append(tensor)
+    for name, parts in by_name.items():
+        names, dtype, shape, _ = parts[0]
+        boxes = [pair for part in parts for pair in part.boxes.items()]
+        try:
+            check_tiles(shape, [box for box, _ in boxes])
+        except ValueError as error:
+            raise ValueError(f"'{name}', of all ranks: {error}") from error
+        index.append([names, _directory.dtype_name(dtype), shape, [[*box, *place[:3]] for box, place in boxes]])
+        chunks = [of_torch.ChunkStorageMetadata(*map(torch.Size, box)) for box, _ in boxes]
+        described = of_torch.TensorStorageMetadata(of_torch.TensorProperties(dtype), torch.Size(shape), chunks)
+        metadata.state_dict_metadata |= dict.fromkeys(names, described)
+        metadata.planner_data |= {alias: (alias,) for alias in names}
+        for (_, place), chunk in zip(boxes, chunks, strict=True):
+            sizes[place.file] = max(sizes.get(place.file, 0), sum(place.record))
+            stored = _torch.make_storage_info(place.file, *place.record)
+            metadata.storage_data |= {of_torch.MetadataIndex(alias, chunk.offsets): stored for alias in names}
+    return pickle.dumps(metadata), sizes, index
+
+
+def parse_tensors(path: AnyPath, manifest: Manifest) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name. Raises CheckpointError for an index that `save` does not write."""
+    if manifest.tensors is None:
+        raise CheckpointError(
+            f"{path}: expected an index of tensors in '{MANIFEST}', which version 0.2 did not write: "
+            "fs.checkpoint.from_dcp(path, new_path) writes such a checkpoint anew"
+        )
+    out: dict[str, StoredTensor] = {}
+    try:
+        for names, kind, shape, boxes in manifest.tensors:
+            if not all(isinstance(name, str) for name in names):
+                raise DamagedError(f"a tensor: expected names, got {reprlib.repr(names)}")
+            places: dict[Box, RecordPlace] = {}
+            for offsets, sizes, file, offset, crc32 in boxes:
+                if not _directory.is_plain_name(file):
+                    raise DamagedError(f"a box: expected a file of the checkpoint's directory, got {reprlib.repr(file)}")
+                box = Box(_parse_numbers(offsets, len(shape)), _parse_numbers(sizes, len(shape)))
+                offset, crc32 = _parse_numbers([offset, crc32], 2)
+                places[box] = RecordPlace(file, offset, crc32)
+            found = StoredTensor(tuple(names), _directory.find_dtype(kind), _parse_numbers(shape, len(shape)), places)
+            out |= dict.fromkeys(names, found)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the index of tensors in its file '{MANIFEST}' is damaged: {error}") from error
+    return out
+
+
+def _parse_numbers(found: Any, length: int) -> tuple[int, ...]:
+    if type(found) is not list or len(found) != length or length > MAX_DIMS:
+        raise DamagedError(f"a tensor: expected {min(length, MAX_DIMS)} sizes or places, got {reprlib.repr(found)}")
+    if wrong := [x for x in found if type(x) is not int or not 0 <= x < _directory.SIZE_LIMIT]:
+        raise DamagedError(f"a size or place: expected a number that is no less than 0, got {reprlib.repr(wrong[0])}")
+    return tuple(found)
+
+
+def plan_reads(part: TensorRange, data: Tensor, stored: Iterable[Box]) -> Iterator[tuple[Box, tuple[slice, ...], Tensor]]:
+    """Yield the stored boxes that overlap with a range, the place of the overlap in each, and the memory for it."""
+    for box, view in part.iter_boxes(data):
+        for other in stored:
+            begins = [*map(max, box.offsets, other.offsets)]
+            ends = [min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)]
+            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
+                at, here = (
+                    tuple(slice(i - k, j - k) for i, j, k in zip(begins, ends, start, strict=True))
+                    for start in (other.offsets, box.offsets)
+                )
+                yield other, at, view[here]

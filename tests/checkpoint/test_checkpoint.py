@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import funshard as fs
 from funshard import P, checkpoint
 from funshard.checkpoint._directory import read_manifest
-from funshard.checkpoint._load import parse_tensors
+from funshard.checkpoint._leaves import parse_tensors
 
 State = dict[str, Any]
 
@@ -333,7 +333,7 @@ def _slowly(monkeypatch: pytest.MonkeyPatch, fail: bool = False) -> None:
     import threading
     import time
 
-    from funshard.checkpoint import _save
+    from funshard.checkpoint import _checkpoint
 
     def write(*args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -342,8 +342,8 @@ def _slowly(monkeypatch: pytest.MonkeyPatch, fail: bool = False) -> None:
                 raise OSError(28, "No space left on device")
         return real(*args, **kwargs)
 
-    real = _save.write_boxes
-    monkeypatch.setattr(_save, "write_boxes", write)
+    real = _checkpoint.write_boxes
+    monkeypatch.setattr(_checkpoint, "write_boxes", write)
 
 
 def test_a_second_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,16 +20,20 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import funshard as fs
 from funshard import _torch
 from funshard.checkpoint import _leaves as box_file
+from funshard.checkpoint._checkpoint import share_boxes
 from funshard.checkpoint._directory import PIECE_BYTES, checksum
 from funshard.checkpoint._leaves import (
     Box,
+    RecordPlace,
+    StoredTensor,
     TensorRange,
     check_tiles,
+    pack_index,
+    plan_reads,
     range_to_boxes,
     slice_leaf,
+    write_record,
 )  # fmt: skip
-from funshard.checkpoint._load import RecordPlace, StoredTensor, plan_reads
-from funshard.checkpoint._save import pack_index, share_boxes, write_record
 from funshard.checkpoint._tree import Description
 from funshard.collectives import ProcessAxis
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 import funshard as fs
 from funshard import P, checkpoint
 from funshard._sharding import full
-from funshard.checkpoint import _safetensors
+from funshard.checkpoint import _convert
+from funshard.checkpoint._convert import DTYPES, SINGLE
 from funshard.checkpoint._leaves import clean_name
-from funshard.checkpoint._safetensors import DTYPES, SINGLE
 
 
 def mixed() -> nn.Module:
@@ -200,7 +200,7 @@ def by_ranges(rank: int, folder: str) -> int:
         model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 53))
     spec = fs.policies.always(P("shard", align=1))(model)
     asked: list[int] = []
-    real = _safetensors._FileTensor.read
+    real = _convert._FileTensor.read
 
     def counted(self: Any, box: Any) -> Tensor:
         found = real(self, box)
@@ -208,7 +208,7 @@ def by_ranges(rank: int, folder: str) -> int:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_safetensors._FileTensor, "read", counted)
+        patch.setattr(_convert._FileTensor, "read", counted)
         params = checkpoint.read_safetensors(folder, spec)
     same_bits(params, fs.shard(load_file(Path(folder) / "model.safetensors"), spec))
     assert sum(asked) == sum(piece.nbytes for piece in fs.param_views(params, spec).values())

@@ -25,10 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _save
+from funshard.checkpoint import CheckpointError, _leaves
+from funshard.checkpoint import _checkpoint as writer
 from funshard.checkpoint import _directory as staging
-from funshard.checkpoint import _load as reader
-from funshard.checkpoint import _save as writer
 
 
 def made(width: int = 5) -> tuple[nn.Module, fs.PartitionSpec]:
@@ -84,7 +83,7 @@ def flipped(path: Path) -> None:
     raw = bytearray(file.read_bytes())
     manifest = staging.read_manifest(path)
     assert manifest is not None
-    places = (place for tensor in reader.parse_tensors(path, manifest).values() for place in tensor.boxes.values())
+    places = (place for tensor in _leaves.parse_tensors(path, manifest).values() for place in tensor.boxes.values())
     raw[next(place.offset for place in places if place.file == file.name) + 2] ^= 64
     file.write_bytes(raw)
 
@@ -583,7 +582,8 @@ def _lost(rank: int, size: int, port: str, path: str, out: Any, where: str) -> N
     dist.init_process_group("gloo", rank=rank, world_size=size)
     write(rank, f"{path}/1")
     if rank == 1:
-        setattr(_save, "write_boxes" if where == "plan" else "write_record", lambda *_: os._exit(9))
+        of, name = (writer, "write_boxes") if where == "plan" else (_leaves, "write_record")
+        setattr(of, name, lambda *_: os._exit(9))
     model, spec = made()
     try:
         checkpoint.save(f"{path}/2", {"params": fs.shard(model, spec), "step": 2}, spec, timeout=20)

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _leaves, _save
+from funshard.checkpoint import CheckpointError, _checkpoint, _leaves
 from funshard.checkpoint import _directory as staging
 from funshard.checkpoint._directory import checksum
 
@@ -298,8 +298,10 @@ def test_an_index_that_lies_is_refused(tmp_path: Path, saved_once: Path, name: s
 
 def test_from_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of torch's trainers and of funshard 0.2: a tensor at a time, with the state as it was, or nothing is there."""
-    loads, load = [], _save.load
-    monkeypatch.setattr(_save, "load", lambda tensors, **options: loads.append(len(tensors)) or load(tensors, **options))
+    loads, load = [], _checkpoint.load_by_torch
+    monkeypatch.setattr(
+        _checkpoint, "load_by_torch", lambda tensors, **options: loads.append(len(tensors)) or load(tensors, **options)
+    )
     monkeypatch.setattr(_leaves, "MAX_BOX_BYTES", 32)
     model, spec = made()
     theirs(tmp_path / "theirs")

@@ -22,7 +22,7 @@ from torch import nn
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError, _save
+from funshard.checkpoint import CheckpointError, _checkpoint
 from funshard.checkpoint import _directory as staging
 
 CALLS = [(os, "fsync"), (os, "replace"), (os, "mkdir"), (os, "open"), (os, "close"), (os, "unlink"), (fcntl, "flock")]
@@ -192,7 +192,7 @@ def remote(rank: int, url: str) -> list[str]:
         assert str(checkpoint.save(f"{url}/{step}", state, spec, asynchronous=step == 2).wait()) == f"{url}/{step}"
     with pytest.MonkeyPatch.context() as patch:
         if rank:
-            patch.setattr(_save, "write_boxes", lambda *_: raise_error(OSError(5, "the store is gone")))
+            patch.setattr(_checkpoint, "write_boxes", lambda *_: raise_error(OSError(5, "the store is gone")))
         with pytest.raises(OSError, match=r"nothing was saved: rank 1: .*gone"):
             checkpoint.save(f"{url}/4", state, spec)
     path = checkpoint.latest(url, spec)
@@ -276,7 +276,7 @@ import threading
 import torch
 import torch.distributed as dist
 import funshard as fs
-from funshard.checkpoint import _save
+from funshard.checkpoint import _checkpoint
 {GLOO}
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
@@ -287,8 +287,8 @@ saving = fs.checkpoint.save(sys.argv[1] + "/2", params, spec, asynchronous=True)
 saving.wait()
 fs.checkpoint.load(sys.argv[1] + "/2", spec)
 assert gloo_threads()
-go, write = threading.Event(), _save.write_boxes
-_save.write_boxes = lambda *args: go.wait() and write(*args)
+go, write = threading.Event(), _checkpoint.write_boxes
+_checkpoint.write_boxes = lambda *args: go.wait() and write(*args)
 saving = fs.checkpoint.save(sys.argv[1] + "/3", params, spec, asynchronous=True)
 dist.destroy_process_group()
 assert not gloo_threads(), gloo_threads()

@@ -21,7 +21,7 @@ from test_examples import launched
 from torch import nn
 
 import funshard as fs
-from funshard.checkpoint import _save
+from funshard.checkpoint import _checkpoint
 
 # --- train_gpt.py: ended, and started again. ---
 
@@ -144,17 +144,17 @@ def _state() -> tuple[fs.PartitionSpec, dict[str, object]]:
 
 def _slow(rank: int, seconds: float) -> Callable[[], None]:
     """Has this rank write slowly until what it gives is called."""
-    write = _save.write_boxes
+    write = _checkpoint.write_boxes
 
     def slowly(*args: Any) -> Any:
         if dist.get_rank() == rank:
             time.sleep(seconds)
         return write(*args)
 
-    _save.write_boxes = slowly
+    _checkpoint.write_boxes = slowly
 
     def restore() -> None:
-        _save.write_boxes = write
+        _checkpoint.write_boxes = write
 
     return restore
 
@@ -193,14 +193,14 @@ def test_ranks_with_other_process_groups(rank: int, tmp_path: Path) -> None:
 def test_an_interrupt_on_one_rank(rank: int, tmp_path: Path) -> None:
     """It is one, nothing is left in the directory, the others have an error after the timeout; and then all save again."""
     spec, state = _state()
-    write = _save.write_boxes
+    write = _checkpoint.write_boxes
 
     def interrupted(*_: object) -> Any:
-        _save.write_boxes = write
+        _checkpoint.write_boxes = write
         raise KeyboardInterrupt
 
     if rank == 0:
-        _save.write_boxes = interrupted
+        _checkpoint.write_boxes = interrupted
     with pytest.raises(KeyboardInterrupt if rank == 0 else fs.checkpoint.CheckpointError):
         fs.checkpoint.save(tmp_path / "1", state, spec, timeout=1.5)
     fs.checkpoint.save(tmp_path / "1", state, spec, timeout=1.5)
@@ -211,18 +211,18 @@ def test_an_interrupt_on_one_rank(rank: int, tmp_path: Path) -> None:
 @real_ranks(2)
 def test_staging_fails_on_one_rank(rank: int, tmp_path: Path) -> None:
     spec, state = _state()
-    stage = _save.stage
+    stage = _checkpoint.stage
 
     def failing(*_: Any) -> None:
         raise MemoryError("no room")
 
     if rank == 1:
-        _save.stage = failing
+        _checkpoint.stage = failing
     try:
         with pytest.raises(MemoryError, match="rank 1: no room"):
             fs.checkpoint.save(tmp_path / "1", state, spec, asynchronous=True)
     finally:
-        _save.stage = stage
+        _checkpoint.stage = stage
     dist.barrier()
     assert os.listdir(tmp_path) == []
 
@@ -230,14 +230,14 @@ def test_staging_fails_on_one_rank(rank: int, tmp_path: Path) -> None:
 ENDS = """
 import sys, time, torch, torch.distributed as dist, funshard as fs
 from torch import nn
-from funshard.checkpoint import _save
-write = _save.write_boxes
+from funshard.checkpoint import _checkpoint
+write = _checkpoint.write_boxes
 def slowly(*args):
     time.sleep(0.5)
     if sys.argv[2] == "fails" and dist.get_rank() == 1:
         raise OSError("disk full")
     return write(*args)
-_save.write_boxes = slowly
+_checkpoint.write_boxes = slowly
 dist.init_process_group("gloo")
 model = nn.Linear(8, 8)
 spec = fs.policies.whole()(model)

@@ -1,19 +1,16 @@
-"""save and from_dcp: write a state to a directory, by all ranks in parallel, in the format of torch.distributed.checkpoint."""
+"""save and load: write a state to a directory, by all ranks in parallel, and read it as a state of any spec."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import pickle
 import sys
 import threading
 import traceback
-import types
-import uuid
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import accumulate, chain
 from pathlib import Path
@@ -24,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
 
 from .. import _torch
 from .._core.checks import bind_spec
@@ -34,11 +31,28 @@ from .._sharding.sharding import hash_bits
 from .._spec.codec import storage_codec
 from .._torch.tracing import LOGGER, phase
 from . import _directory
-from ._directory import AnyPath, CheckpointError, Target, open_path
-from ._leaves import COMMON, NUMBER, SLICE, Box, TensorRange, ValueLeaf, check_storable, check_tiles
-from ._load import RecordPlace, StoredTensor
+from ._directory import MANIFEST, AnyPath, CheckpointError, DamagedError, Target, checksum, open_path
+from ._leaves import (
+    COMMON,
+    NUMBER,
+    PER_RANK,
+    SLICE,
+    Box,
+    RecordPlace,
+    StoredTensor,
+    TensorLeaf,
+    TensorRange,
+    ValueLeaf,
+    check_storable,
+    check_tiles,
+    clean_name,
+    pack_index,
+    parse_tensors,
+    plan_reads,
+    write_boxes,
+)  # fmt: skip
 from ._ranks import TIMEOUT, Ranks
-from ._tree import Description
+from ._tree import Description, Template, check_rank_count, find_value, iter_plain_values, rebuild, select_part, without_memory
 
 
 class Saving:
@@ -235,7 +249,7 @@ def share_boxes(parts: Iterable[tuple[TensorRange, Tensor]]) -> Boxes:
 
 
 _staging_memory = [torch.empty(0, dtype=torch.uint8)]
-"""The memory of the last asynchronous save. The next one waits for it and uses it again: to allocate costs more than to copy."""
+"""The memory of the last asynchronous save, which the next one waits for and uses again: new memory costs more than a copy."""
 
 
 def stage(boxes: Boxes) -> Boxes:
@@ -255,83 +269,214 @@ def stage(boxes: Boxes) -> Boxes:
     return staged
 
 
-# --- A record: what torch.save writes of a tensor, about 1,500 bytes around the elements, but straight from its memory ---
+# --- load ---
 
 
-def write_record(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int]:
-    """Write a tensor as torch.save does one of the host. Return the bytes, and the offset and checksum of its elements.
+def load(
+    path: str | os.PathLike[str],
+    spec: PartitionSpec,
+    *,
+    only: str | None = None,
+    like: Any = None,
+    check: bool = True,
+    timeout: float = TIMEOUT,
+) -> Any:
+    """Return the state that `save` wrote to a directory, sharded by this spec. Nothing in the files is run.
 
-    torch.save writes a whole storage, at once: so it is given one that has the elements alone, in the memory where they are.
+    The policy, the mesh, `P` and the number of ranks may differ from those of the save. Each rank reads what overlaps with its
+    slices, and raises the errors of all. Checkpoints of FSDP1, FSDP2 and DDP, which `from_dcp` has written anew, are read by
+    the names of their parameters: ``only="model"`` returns the shards of ``{"model": state_dict}``. See ``checkpoints.md``.
+
+    Args:
+        path: The directory of the checkpoint, the same one on all ranks, or a copy of it.
+        spec: A bound spec, all ranks of whose mesh call this.
+        only: The path of a part of the state to read, such as ``"params"`` or ``"opt.ema"``.
+        like: A state with the structure, shapes and dtypes of the result; tensors may be on the meta device. It is needed for
+            containers of other classes, and for states of optimizers of matrices, in 8 bits, or that other programs wrote.
+        check: Whether to compare the checksums of the records that are read.
+        timeout: The seconds that ranks wait for a lost rank.
+
+    Returns:
+        The state, or the part of it. Tensors are on the mesh's device if they were on an accelerator, else on the host.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: Naming the parameter, for one that only the checkpoint or the spec has, or of another shape or dtype.
+        CheckpointError: Naming tensor and file, for damage.
+
+    Example:
+        >>> import tempfile, torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+        >>> one, two = fs.policies.whole()(model), fs.by_path({"1": fs.P("shard")})(model)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = fs.checkpoint.save(f"{directory}/step3", fs.shard(model, one), one).wait()
+        ...     print(sorted(fs.checkpoint.load(path, two)))
+        ['', '1']
     """
-    dense = tensor.contiguous().cpu()
-    elements = _torch.host_bytes(dense)
-    nbytes = offset = crc32 = 0
+    spec = bind_spec(spec)
+    if only is not None and not isinstance(only, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"checkpoint.load: only: expected the path of a part of the state, as 'params', got {only!r}")
+    path = os.fsdecode(path)
+    ranks = Ranks(spec, "checkpoint.load", timeout, only=only)
 
-    def write(raw: memoryview) -> int:
-        nonlocal nbytes, offset, crc32
-        is_found = len(raw) == len(elements) and (len(raw) > 4096 or raw == elements)  # all else that it writes is short
-        offset = nbytes if is_found else offset
-        for begin in range(0, len(raw), _directory.PIECE_BYTES):
-            piece = raw[begin : begin + _directory.PIECE_BYTES]
-            crc32 = _directory.checksum(piece, crc32 if begin else 0) if is_found else crc32
-            file.write(piece)
-        nbytes += len(raw)
-        return len(raw)
+    def open_checkpoint() -> tuple[_Loader, tuple[Any, str]]:
+        loader = _Loader(open_path(path), spec, ranks, only, like, check)
+        return loader, (loader.identity, path)
 
-    flat = torch.frombuffer(elements, dtype=torch.uint8) if elements else torch.empty(0, dtype=torch.uint8)
-    alone = flat.view(dense.dtype).view(dense.shape) if elements else torch.empty(dense.shape, dtype=dense.dtype)
-    _torch.save_unchecked(alone, types.SimpleNamespace(write=write))
-    return nbytes, offset, crc32
+    loader, _ = ranks.decide(open_checkpoint, _check_identities, "checkpoint.load")
+    state = ranks.run(loader.read, "checkpoint.load")
+    LOGGER.info("checkpoint.load: %s is read", path)
+    return state
 
 
-# --- What describes the files: torch's metadata, and the index of the manifest ---
+def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None) -> AnyPath | None:
+    """Return the last checkpoint that `save` has completed in a directory, or None if there is none.
 
+    The order is that in which the saves ended, whatever names and clocks say. Links do not count. The function passes over a
+    checkpoint whose files are missing or cut short, with a warning.
 
-def write_boxes(path: AnyPath, boxes: Iterable[tuple[TensorRange, Box, Tensor]]) -> list[StoredTensor]:
-    """Write boxes of ranges to a file, flush it, and return where each is."""
-    out: list[StoredTensor] = []
-    at = 0
-    with path.open("wb", buffering=1 << 17) as file:
-        for part, box, tensor in boxes:
-            nbytes, begin, crc32 = write_record(file, tensor)
-            place = RecordPlace(path.name, at + begin, crc32, (at, nbytes))
-            out.append(StoredTensor(part.names, tensor.dtype, part.shape, {box: place}))
-            at += nbytes
-        if isinstance(path, Path):
-            file.flush()
-            os.fsync(file.fileno())
-    return out
+    Args:
+        directory: The directory that has the checkpoints' directories.
+        spec: A bound spec. All of its ranks call this, and return what the first one finds. Without a spec, each caller looks
+            for itself.
 
+    Returns:
+        The path of the checkpoint, for `load`, or None.
 
-def pack_index(written: Iterable[StoredTensor]) -> tuple[bytes, dict[str, int], list[Any]]:
-    """Return the content of torch's metadata file, the sizes of the data files, and the manifest's index of tensors.
-
-    Raises ValueError if a tensor's boxes do not tile it.
+    Example:
+        >>> import tempfile, torch, funshard as fs
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 2))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     _ = [fs.checkpoint.save(f"{directory}/step{step}", {"step": step}, spec) for step in (1, 2)]
+        ...     print(fs.checkpoint.latest(directory).name)
+        step2
     """
-    metadata = of_torch.Metadata({}, planner_data={}, storage_data={})
-    metadata.storage_meta = of_torch.StorageMeta(save_id=str(uuid.uuid4()))  # no path, whose class not every Python has
-    sizes: dict[str, int] = {}
-    index: list[Any] = []
-    by_name: dict[str, list[StoredTensor]] = defaultdict(list)
-    for tensor in written:
-        by_name[tensor.names[0]].append(tensor)
-    for name, parts in by_name.items():
-        names, dtype, shape, _ = parts[0]
-        boxes = [pair for part in parts for pair in part.boxes.items()]
-        try:
-            check_tiles(shape, [box for box, _ in boxes])
-        except ValueError as error:
-            raise ValueError(f"'{name}', of all ranks: {error}") from error
-        index.append([names, _directory.dtype_name(dtype), shape, [[*box, *place[:3]] for box, place in boxes]])
-        chunks = [of_torch.ChunkStorageMetadata(*map(torch.Size, box)) for box, _ in boxes]
-        described = of_torch.TensorStorageMetadata(of_torch.TensorProperties(dtype), torch.Size(shape), chunks)
-        metadata.state_dict_metadata |= dict.fromkeys(names, described)
-        metadata.planner_data |= {alias: (alias,) for alias in names}
-        for (_, place), chunk in zip(boxes, chunks, strict=True):
-            sizes[place.file] = max(sizes.get(place.file, 0), sum(place.record))
-            stored = _torch.make_storage_info(place.file, *place.record)
-            metadata.storage_data |= {of_torch.MetadataIndex(alias, chunk.offsets): stored for alias in names}
-    return pickle.dumps(metadata), sizes, index
+    if spec is not None:
+        ranks = Ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT)
+        return ranks.run_on_first(lambda: latest(directory), "checkpoint.latest")
+    for found in reversed(_directory.list_committed(open_path(os.fsdecode(directory)))):
+        if not (damage := found.find_damage()):
+            return found.path
+        warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {damage}", stacklevel=2)
+    return None
+
+
+def _check_identities(found: list[tuple[Any, str]]) -> None:
+    if other := next((rank for rank, (identity, _) in enumerate(found) if identity != found[0][0]), 0):
+        raise ValueError(
+            f"expected one checkpoint and names of one like= on all ranks, got on rank 0 {found[0][1]!r}, on rank {other} "
+            f"{found[other][1]!r}, with other contents or names; latest(directory, spec) gives all ranks one path"
+        )
+
+
+Reads = list[tuple[tuple[slice, ...], Tensor]]
+"""Parts of a box to read, each by its place in the box and the memory for it."""
+
+
+class _Loader:
+    def __init__(self, directory: AnyPath, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any, check: bool) -> None:
+        self._spec, self._ranks = spec, ranks
+        if (manifest := _directory.read_manifest(directory)) is None:
+            raise FileNotFoundError(
+                f"{directory}: expected a checkpoint, which has a file '{MANIFEST}'; is it a directory of several? What "
+                "torch.distributed.checkpoint wrote fs.checkpoint.from_dcp(path, new_path) writes anew"
+            )
+        self._directory, self._check_sums, self._tensors = directory, check, parse_tensors(directory, manifest)
+        cleaned = Counter(map(clean_name, self._tensors))
+        own = {key: key for key in self._tensors}
+        self._keys = {name: key for key in own if cleaned[name := clean_name(key)] == 1} | own
+        """The tensors' names by the names that they are found by, perhaps without the prefixes of wrappers."""
+        path, units = tuple(only.split(".")) if only else (), None
+        saved: dict[str, Any] = {}
+        if manifest.state:
+            try:
+                saved = dict(iter_plain_values(manifest.state, ranks.rank))
+                if like is None:
+                    template = Template(select_part(manifest.state, only or ""), spec, ranks.rank, ranks.size, path)
+                    like, units = template.state, template.units
+            except (DamagedError, LookupError, TypeError, AttributeError, RuntimeError) as error:  # `save` wrote no such tree
+                text = f"{directory}: the state in its file '{MANIFEST}' is damaged: {type(error).__name__}: {error}"
+                raise CheckpointError(text) from error
+        elif like is None:  # another program's state_dict
+            like, units = {unit.key: without_memory(*spec.stored(unit)) for unit in spec}, {path}
+        self._like, leaves = like, Description(like, spec, path, units).leaves
+        self._values = [find_value(leaf, saved) if isinstance(leaf, ValueLeaf) else None for leaf in leaves]
+        self._leaves = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, ValueLeaf)}
+        for leaf in self._leaves.values():
+            self._check(leaf)
+        names = json.dumps([leaf.names for leaf in leaves])
+        self.identity = sorted(manifest.files), manifest.sequence, checksum(names.encode())
+        """What is equal on all ranks: the checkpoint, by its files' unique names, and the leaves to read."""
+
+    def _check(self, leaf: TensorLeaf) -> None:
+        for i, (names, shape) in enumerate(zip(leaf.names, leaf.shapes, strict=True)):
+            if (key := self._find_key(names)) is None:
+                raise ValueError(
+                    f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape)} {leaf.dtype}, got none but "
+                    f"{sorted(self._tensors)[:3]} and so on: was another model saved, has it a state in another codec or "
+                    "memory order (fs.optim.decode_state and encode_state convert)?"
+                )
+            found = self._tensors[key]
+            try:
+                check_tiles(found.shape, found.boxes)
+            except ValueError as error:
+                raise CheckpointError(f"tensor '{key}' of the checkpoint is damaged: {error}") from error
+            if leaf.kind == PER_RANK and found.shape[1:] == shape[1:]:
+                check_rank_count(names[0], found.shape[0], self._ranks.size)
+            leaf.check_stored(i, found, self._spec, "the checkpoint: was another model saved?")
+
+    def read(self) -> Any:
+        with torch.no_grad(), phase("checkpoint read"):
+            encoded = [[i] for i, leaf in self._leaves.items() if leaf.is_encoded]
+            for numbers in ([i for i in self._leaves if [i] not in encoded], *encoded):  # these alone: for memory
+                memory = {i: self._leaves[i].allocate() for i in numbers}
+                self._read_ranges([part for i in numbers for part in self._leaves[i].divide(memory[i])])
+                for i in numbers:
+                    self._values[i] = self._leaves[i].to_state(memory.pop(i), self._spec)
+        return rebuild(self._like, iter(self._values))
+
+    def _find_key(self, names: Sequence[str]) -> str | None:
+        return next((self._keys[name] for name in names if name in self._keys), None)
+
+    def _read_ranges(self, parts: Iterable[tuple[TensorRange, Tensor]]) -> None:
+        wanted: dict[str, dict[tuple[RecordPlace, str, Box], Reads]] = defaultdict(lambda: defaultdict(list))
+        for part, data in parts:
+            key = self._find_key(part.names) or ""
+            boxes = self._tensors[key].boxes
+            for box, at, target in plan_reads(part, data, boxes):
+                wanted[boxes[box].file][boxes[box], key, box].append((at, target))
+        for name, found in wanted.items():
+            (_, key, _), *_ = found
+            try:
+                with _directory.open_regular(self._directory / name) as file:
+                    for (place, key, box), reads in sorted(found.items(), key=lambda pair: pair[0]):
+                        self._read_box(file, place, box, self._tensors[key].dtype, reads)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"tensor '{key}': file '{name}' of the checkpoint is missing") from error
+            except (DamagedError, OSError) as error:
+                raise CheckpointError(f"tensor '{key}' in file '{name}' of the checkpoint is damaged: {error}") from error
+
+    def _read_box(self, file: BinaryIO, place: RecordPlace, box: Box, dtype: torch.dtype, reads: Reads) -> None:
+        nbytes, target = box.numel * dtype.itemsize, reads[0][1]
+        if place.offset + nbytes > file.seek(0, os.SEEK_END):
+            raise DamagedError("it was cut short")
+        is_whole = len(reads) == 1 and tuple(target.shape) == box.sizes
+        is_direct = is_whole and target.is_contiguous() and target.device.type == "cpu"
+        memory = target if is_direct else torch.empty(nbytes, dtype=torch.uint8)
+        raw = _torch.host_bytes(memory)
+        file.seek(place.offset)
+        at = crc32 = 0
+        while at < nbytes and (read := file.readinto(raw[at : at + _directory.PIECE_BYTES])):  # pyright: ignore[reportAttributeAccessIssue]
+            crc32 = checksum(raw[at : at + read], crc32) if self._check_sums else place.checksum
+            at += read
+        if at < nbytes:
+            raise DamagedError("it was cut short")
+        if crc32 != place.checksum:
+            raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
+        if not is_direct:
+            values = memory.view(dtype).view(box.sizes)
+            for part, target in reads:
+                target.copy_(values[part])
 
 
 # --- Checkpoints of others ---
@@ -391,7 +536,7 @@ def _load_boxes(reader: FileSystemReader, found: Mapping[str, Any]) -> Iterator[
             tensor = torch.empty(x.size, dtype=x.properties.dtype)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that this is one process
-                load({name: tensor}, storage_reader=reader, no_dist=True)
+                load_by_torch({name: tensor}, storage_reader=reader, no_dist=True)
             whole = TensorRange((name,), tuple(tensor.shape), tuple(range(tensor.dim())), tensor.numel())
             for piece, elements in whole.split(tensor.view(-1)):
                 yield from ((whole, box, view) for box, view in piece.iter_boxes(elements))
