@@ -24,15 +24,10 @@ from funshard.checkpoint._checkpoint import share_boxes
 from funshard.checkpoint._directory import PIECE_BYTES, checksum
 from funshard.checkpoint._leaves import (
     Box,
-    RecordPlace,
-    StoredTensor,
     TensorRange,
     check_tiles,
-    pack_index,
-    plan_reads,
     range_to_boxes,
     slice_leaf,
-    write_record,
 )  # fmt: skip
 from funshard.checkpoint._tree import Description
 from funshard.collectives import ProcessAxis
@@ -78,13 +73,16 @@ def parts_of(state: State, spec: fs.PartitionSpec) -> list[tuple[TensorRange, Te
 def saved(states: list[State], specs: list[fs.PartitionSpec]) -> tuple[Metadata, dict[MetadataIndex, Tensor]]:
     """What all ranks write, without files: the description, and every box by its index."""
     boxes = [found for x, spec in zip(states, specs, strict=True) for found in share_boxes(parts_of(x, spec))]
-    written = [StoredTensor(part.names, view.dtype, part.shape, {box: RecordPlace("", 0, 0)}) for part, box, view in boxes]
+    written = [
+        box_file.StoredTensor(part.names, view.dtype, part.shape, {box: box_file.RecordPlace("", 0, 0)})
+        for part, box, view in boxes
+    ]
     stored: dict[MetadataIndex, Tensor] = {}
     for part, box, view in boxes:
         index = MetadataIndex(part.names[0], box.offsets)
         assert index not in stored, "written twice"
         stored[index] = view
-    return pickle.loads(pack_index(written)[0]), stored
+    return pickle.loads(box_file.pack_index(written)[0]), stored
 
 
 def check_saved(metadata: Metadata, stored: dict[MetadataIndex, Tensor], full: dict[str, Tensor]) -> None:
@@ -108,7 +106,7 @@ def read(spec: fs.PartitionSpec, metadata: Metadata, stored: dict[MetadataIndex,
     for part, data in parts_of(memory, spec):
         tensor: Any = metadata.state_dict_metadata[part.names[0]]
         boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
-        for box, at, target in plan_reads(part, data, boxes):
+        for box, at, target in box_file.plan_reads(part, data, boxes):
             target.copy_(stored[MetadataIndex(part.names[0], torch.Size(box.offsets))][at])
     return memory
 
@@ -179,7 +177,7 @@ def test_torch_reads_it(tmp_path: Path, name: str) -> None:
     """Into memory, or mapped; the elements are where the record says, at a multiple of 64 bytes, and nothing else is."""
     tensor = TENSORS[name]
     with (tmp_path / "x").open("wb") as file:
-        nbytes, offset, crc32 = write_record(file, tensor)
+        nbytes, offset, crc32 = box_file.write_record(file, tensor)
     raw, dense = (tmp_path / "x").read_bytes(), tensor.contiguous()
     elements = bytes(_torch.host_bytes(dense))
     assert (nbytes, crc32) == (len(raw), checksum(elements))
