@@ -136,21 +136,20 @@ def export(
 
     def write_files(folder: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
         n, found, weights = len(files), dict[str, Tensor](), dict[str, str]()
-        for i, names in enumerate(files):
-            file = SINGLE if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors"
+        paths = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+        for file, names in zip(paths, files, strict=True):
             while names.keys() - found.keys():
                 found.update([next(tensors)])
             dense = ((new, found.pop(name).contiguous()) for name, new in names.items())
             _import_safetensors().torch.save_file(dict(dense), f"{folder}/{file}", header)
+            flush(Path(folder, file))
             weights |= dict.fromkeys(names.values(), file)
         if n > 1:
             index = {"metadata": {"total_size": total_size}, "weight_map": weights}
             Path(folder, INDEX).write_text(json.dumps(index, indent=2))
-        written = [Path(folder, file) for file in (*dict.fromkeys(weights.values()), *[INDEX] * (n > 1))]
-        for path in (*written, target):
-            flush(path)
-        for path in written:  # the index comes last: without it nobody reads several files
-            os.replace(path, target / path.name)
+            flush(Path(folder, INDEX))
+        for file in (*paths, *[INDEX] * (n > 1)):  # last the index: nobody reads files without it
+            os.replace(f"{folder}/{file}", target / file)
         flush(target)
         flush(target.parent)
 
@@ -238,25 +237,6 @@ class _FileTensor(NamedTuple):
         return self.opened.get_slice(self.name)[box.slices] if self.shape else self.opened.get_tensor(self.name)
 
 
-def _open_file(path: Path) -> list[_FileTensor]:
-    """Return the tensors of a file. Raises CheckpointError for one that is damaged, or missing."""
-    safetensors = _import_safetensors()
-    out: list[_FileTensor] = []
-    try:
-        open_regular(path).close()
-        opened = safetensors.safe_open(path, framework="pt")
-        for name in opened.keys():  # noqa: SIM118 - no dict
-            found = opened.get_slice(name)
-            if (dtype := found.get_dtype()) not in DTYPES:
-                raise DamagedError(f"tensor '{name}': expected one of the dtypes {[*DTYPES]}, got {dtype!r}")
-            out.append(_FileTensor(name, tuple(found.get_shape()), DTYPES[dtype], path, opened))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: expected this file, which the index names, got none") from None
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged, cut short, or no file of safetensors: {error!r}") from error
-    return out
-
-
 def read_safetensors(
     path: str | os.PathLike[str],
     spec: PartitionSpec,
@@ -313,15 +293,28 @@ def read_safetensors(
 
 
 def _find_tensors_in_files(path: Path, rename: Callable[[str], str | None]) -> dict[str, _FileTensor]:
+    """Return the tensors by their names in the model. Raises CheckpointError for a file that is damaged, or missing."""
+    safetensors, found, file = _import_safetensors(), list[_FileTensor](), path
+    files = _list_files(path)
+    try:
+        for file in files:
+            open_regular(file).close()
+            opened = safetensors.safe_open(file, framework="pt")
+            for name in opened.keys():  # noqa: SIM118 - no dict
+                tensor = opened.get_slice(name)
+                if (dtype := tensor.get_dtype()) not in DTYPES:
+                    raise DamagedError(f"tensor '{name}': expected one of the dtypes {[*DTYPES]}, got {dtype!r}")
+                found.append(_FileTensor(name, tuple(tensor.get_shape()), DTYPES[dtype], file, opened))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: expected this file, which the index names, got none") from None
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: damaged, cut short, or no file of safetensors: {error!r}") from error
     out: dict[str, _FileTensor] = {}
-    for file in _list_files(path):
-        for tensor in _open_file(file):
-            if (name := rename(tensor.name)) is None:
-                continue
-            if name in out:
-                both = f"'{tensor.name}' and '{out[name].name}'"
-                raise ValueError(f"{both} are both '{name}' in the model: expected one name for each")
-            out[name] = tensor
+    for tensor in found:
+        if (name := rename(tensor.name)) in out:
+            both = f"'{tensor.name}' and '{out[name].name}'"
+            raise ValueError(f"{both} are both '{name}' in the model: expected one name for each")
+        out |= {} if name is None else {name: tensor}
     return out
 
 
