@@ -323,7 +323,14 @@ def load(
         loader = _Loader(open_path(path), spec, ranks, only, like, check)
         return loader, (loader.identity, path)
 
-    loader, _ = ranks.decide(open_checkpoint, _check_identities, "checkpoint.load")
+    def check_identities(found: list[tuple[Any, str]]) -> None:
+        if other := next((rank for rank, (identity, _) in enumerate(found) if identity != found[0][0]), 0):
+            raise ValueError(
+                f"expected one checkpoint and names of one like= on all ranks, got on rank 0 {found[0][1]!r}, on rank {other} "
+                f"{found[other][1]!r}, with other contents or names; latest(directory, spec) gives all ranks one path"
+            )
+
+    loader, _ = ranks.decide(open_checkpoint, check_identities, "checkpoint.load")
     state = ranks.run(loader.read, "checkpoint.load")
     LOGGER.info("checkpoint.load: %s is read", path)
     return state
@@ -354,19 +361,11 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
     if spec is not None:
         ranks = Ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT)
         return ranks.run_on_first(lambda: latest(directory), "checkpoint.latest")
-    for found in reversed(_directory.list_committed(open_path(os.fsdecode(directory)))):
+    for found in reversed(_directory.list_manifests(open_path(os.fsdecode(directory)))):
         if not (damage := found.find_damage()):
             return found.path
         warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {damage}", stacklevel=2)
     return None
-
-
-def _check_identities(found: list[tuple[Any, str]]) -> None:
-    if other := next((rank for rank, (identity, _) in enumerate(found) if identity != found[0][0]), 0):
-        raise ValueError(
-            f"expected one checkpoint and names of one like= on all ranks, got on rank 0 {found[0][1]!r}, on rank {other} "
-            f"{found[other][1]!r}, with other contents or names; latest(directory, spec) gives all ranks one path"
-        )
 
 
 Reads = list[tuple[tuple[slice, ...], Tensor]]
@@ -405,7 +404,7 @@ class _Loader:
         for leaf in self._leaves.values():
             self._check(leaf)
         names = json.dumps([leaf.names for leaf in leaves])
-        self.identity = sorted(manifest.files), manifest.sequence, checksum(names.encode())
+        self.identity = sorted(manifest.files), manifest.order[0], checksum(names.encode())
         """What is equal on all ranks: the checkpoint, by its files' unique names, and the leaves to read."""
 
     def _check(self, leaf: TensorLeaf) -> None:

@@ -190,17 +190,29 @@ MAX_SEQUENCE = SIZE_LIMIT - 1
 
 
 class Manifest(NamedTuple):
-    """The checked fields of a manifest."""
+    """The manifest of a checkpoint that `save` has put into a directory."""
 
-    sequence: int
-    """The number of the checkpoint: the last one in a directory has the highest."""
+    path: Any
+    order: tuple[float, int]
+    """The sequence number, which is the highest for the last checkpoint in a directory, or infinity for a damaged manifest, and
+    then the time of the manifest, since two jobs may give two checkpoints one number."""
     files: Mapping[str, int]
     """The size of each file in bytes, by name."""
-    state: Any
+    state: Any = None
     """The JSON tree of the state; {} for a state of another program, of which only the tensors are known."""
-    tensors: Any
+    tensors: Any = None
     """For each tensor ``[names, dtype, shape, boxes]``, and for each box ``[offsets, sizes, file, offset, checksum]``; None in
     files of version 0.2."""
+    error: Exception | None = None
+    """What is wrong with a damaged manifest."""
+
+    def find_damage(self) -> str:
+        """Return what is wrong with the manifest or the sizes of the files, or ""."""
+        for name, size in self.files.items():
+            file = self.path / name
+            if not file.is_file() or file.stat().st_size != size:
+                return f"{self.path}: its file '{name}' is {'cut short' if file.is_file() else 'missing'}"
+        return str(self.error or "")
 
 
 def read_manifest(path: AnyPath) -> Manifest | None:
@@ -209,7 +221,7 @@ def read_manifest(path: AnyPath) -> Manifest | None:
     Raises CheckpointError if the manifest is damaged.
     """
     try:
-        return _parse(read_regular(path / MANIFEST))
+        return _parse(path, read_regular(path / MANIFEST), (path / MANIFEST).stat().st_mtime_ns)
     except FileNotFoundError:
         return None
     except NewerError as error:
@@ -218,7 +230,7 @@ def read_manifest(path: AnyPath) -> Manifest | None:
         raise CheckpointError(f"{path}: its file '{MANIFEST}' is damaged: {error}") from error
 
 
-def _parse(raw: bytes) -> Manifest:
+def _parse(path: AnyPath, raw: bytes, time: int) -> Manifest:
     crc32, text = _check_fields(json.loads(raw.decode()), crc32=int, content=str)
     if checksum(text.encode()) != crc32:
         raise DamagedError("its checksum is not what was written")
@@ -232,7 +244,7 @@ def _parse(raw: bytes) -> Manifest:
     for name, size in files.items():
         if not is_plain_name(name) or type(size) is not int or not 0 <= size < SIZE_LIMIT:
             raise DamagedError(f"field 'files': expected files of the directory and their sizes, got {name!r} and {size!r}")
-    return Manifest(sequence, files, state, content.get("tensors") if version == VERSION else None)
+    return Manifest(path, (sequence, time), files, state, content.get("tensors") if version == VERSION else None)
 
 
 def _check_fields(data: Any, **fields: type) -> list[Any]:
@@ -264,38 +276,17 @@ def has_manifest(path: AnyPath) -> bool:
     return os.path.lexists(path / MANIFEST) or (path / MANIFEST).exists()
 
 
-class Committed(NamedTuple):
-    """A checkpoint that `save` has put into a directory."""
-
-    order: tuple[float, int]
-    """The sequence number, or infinity for a damaged manifest, and then the time of the manifest, since two jobs may give two
-    checkpoints one number."""
-    path: Any
-    files: Mapping[str, int]
-    error: Exception | None = None
-
-    def find_damage(self) -> str:
-        """Return what is wrong with the manifest or the sizes of the files, or ""."""
-        for name, size in self.files.items():
-            file = self.path / name
-            if not file.is_file() or file.stat().st_size != size:
-                return f"{self.path}: its file '{name}' is {'cut short' if file.is_file() else 'missing'}"
-        return str(self.error or "")
-
-
-def _find_committed(path: AnyPath) -> Committed | None:
-    """Return the checkpoint at a path, None if no manifest is there."""
+def _find_manifest(path: AnyPath) -> Manifest | None:
+    """Return the manifest at a path, one with an error if it is damaged, or None if no manifest is there."""
     try:
-        if is_directory(path) and (manifest := read_manifest(path)):
-            return Committed((manifest.sequence, (path / MANIFEST).stat().st_mtime_ns), path, manifest.files)
+        return read_manifest(path) if is_directory(path) else None
     except (CheckpointError, OSError) as error:
-        return Committed((math.inf, 0), path, {}, error) if has_manifest(path) else None
-    return None
+        return Manifest(path, (math.inf, 0), {}, error=error) if has_manifest(path) else None
 
 
-def list_committed(directory: AnyPath) -> list[Committed]:
-    """Return the checkpoints that `save` has put into a directory, the oldest first. Only manifests are read."""
-    found = [_find_committed(path) for path in directory.iterdir()] if directory.is_dir() else []
+def list_manifests(directory: AnyPath) -> list[Manifest]:
+    """Return the manifests of the checkpoints in a directory, the oldest first."""
+    found = [_find_manifest(path) for path in directory.iterdir()] if directory.is_dir() else []
     return sorted((entry for entry in found if entry), key=lambda entry: (entry.order, str(entry.path)))
 
 
@@ -326,7 +317,7 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
     if keep < 1:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
     directory = open_path(os.fsdecode(directory))
-    complete = [found.path for found in list_committed(directory) if not found.find_damage()]
+    complete = [found.path for found in list_manifests(directory) if not found.find_damage()]
     old, removed = {str(path): path for path in complete[:-keep]}, list[AnyPath]()
     for path in old.values():
         try:
@@ -398,7 +389,7 @@ class Target:
         for name, size in sizes.items():
             if (got := (self.path / name).stat().st_size) != size:
                 raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
-        known = (found.order[0] for found in list_committed(self.path.parent) if not found.error)
+        known = (found.order[0] for found in list_manifests(self.path.parent) if not found.error)
         sequence = min(1 + int(max(known, default=0)), MAX_SEQUENCE)  # after all that exist now: writes take long
         content = {"version": VERSION, "sequence": sequence, "files": dict(sizes), "state": tree, "tensors": tensors}
         text = json.dumps(content)
@@ -435,7 +426,7 @@ class Target:
 
 def _check_free(path: AnyPath) -> str:
     """Return the damage of a checkpoint that may be replaced, or "" if there is none."""
-    found = _find_committed(path)
+    found = _find_manifest(path)
     if found and not isinstance(found.error, NewerError | OSError) and (damage := found.find_damage()):
         return damage
     is_left = is_directory(path) and all(LEFT_NAME.fullmatch(file.name) for file in path.iterdir())
