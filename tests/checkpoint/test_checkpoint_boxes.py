@@ -22,13 +22,7 @@ from funshard import _torch
 from funshard.checkpoint import _leaves as box_file
 from funshard.checkpoint._checkpoint import share_boxes
 from funshard.checkpoint._directory import PIECE_BYTES, checksum
-from funshard.checkpoint._leaves import (
-    Box,
-    TensorRange,
-    check_tiles,
-    range_to_boxes,
-    slice_leaf,
-)  # fmt: skip
+from funshard.checkpoint._leaves import Box, TensorRange, check_tiles, range_to_boxes, slice_leaf
 from funshard.checkpoint._tree import Description
 from funshard.collectives import ProcessAxis
 
