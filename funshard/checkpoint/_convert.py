@@ -131,7 +131,7 @@ def export(
     def stream() -> Iterator[tuple[str, Tensor]]:
         for unit in (unit for unit in spec if unit.key in params):  # each by itself: no two of them are in memory
             yield from stream_full({unit.key: params[unit.key]}, spec, dtype=dtype, rank0_only=True, offload_to_cpu=True)
-        for name, tensor in full.items():
+        for name, tensor in full.items() if ranks.rank == 0 else ():
             yield name, tensor.to("cpu", find_result_dtype(tensor.dtype, dtype))
 
     def write_files(folder: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
