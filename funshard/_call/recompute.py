@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,20 +29,21 @@ from .._transforms.saved_tensors import BeginGraph
 from .buffers import copy_buffer
 from .compiled_unit import can_run_compiled, is_compiled
 from .modes import Overlapped
-from .module_state import MODULE_CONTAINERS, BoundModule, ModuleAttributes, Replaced, kept_attributes
+from .module_state import MODULE_CONTAINERS, BoundModule, ModuleAttributes, kept_attributes
 from .running import Call, Override
 from .schedule import GatheredUnit
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _Inside = tuple[BoundModule, PartitionSpec]
-_Buffers = Mapping[tuple[str, str], Tensor]
-"""Buffers by the path of their module and their attribute."""
-_Left = dict[tuple[str, str], tuple[Tensor, bool]]
-"""The same as a run has left them, and whether each is a new tensor."""
-_Changes = tuple[str, dict[str, Any], list[str]]
-_Own = Mapping[str, dict[str, Any]]
-"""By a module's path, the attributes of which each run has its own copies."""
+_Buffers = dict[tuple[str, str], Any]
+"""Buffers by the path of their module and their attribute; a run leaves each as it is then, and whether it is a new tensor."""
+_Attributes = dict[str, dict[str, Any]]
+"""By a module's path, the attributes of which each run has its own copies; a run adds those that it sets."""
+
+
+class _Deleted:
+    """The value of an attribute that a run has deleted."""
 
 
 def recomputed_forwards(call: Call, before: ModuleAttributes) -> Iterator[Override]:
@@ -87,32 +87,32 @@ def _recompute_module(
 ) -> Any:
     """Return the result of a module that backward runs again. Only its arguments are kept, and what its remat saves.
 
-    What the first run changes in its arguments, in the modules' attributes and buffers, and in place of parameters, is changed
-    once; another run finds it as the first one did. ``before`` are the attributes of the model before ``outer``, ``gathered``
-    the module's own units, where the schedule has gathered them.
+    What the first run changes in its arguments, and in the modules' attributes and buffers, is changed once; another run finds
+    it as the first one did. ``before`` are the attributes of the model before ``outer``, ``gathered`` the module's own units,
+    where the schedule has gathered them.
     """
     bound, spec = inside
+    bound.refuse_replaced(before)
     run = _RecomputedModule(outer, bound, before, gathered, (len(args), *kwargs))
     own_buffers = {(path, attr): b for path, m in bound.distinct.items() for attr, b in m._buffers.items() if b is not None}
+    buffers: _Buffers = _copy_buffers(own_buffers)
+    attributes = {path: {name: x for name, x in own.items() if is_copied(x)} for path, own in run.attributes.items()}
     roots: dict[str, Any] = {
         "its parameters": bound.params_of(spec, outer.mode.params),
-        "its buffers": _copy_buffers(own_buffers),
+        "its buffers": buffers,
+        "its attributes": attributes,
         "its spec": spec,
-        "what was put in the place of its parameters": (replaced := dict(given := bound.replaced_parameters(before))),
         **{f"args[{i}]": x for i, x in enumerate(args)},
         **{f"kwargs[{key!r}]": x for key, x in kwargs.items()},
-        "attribute": {
-            path: {name: value for name, value in own.items() if is_copied(value)} for path, own in run.attributes.items()
-        },
     }
     remat = remat_of(outer.spec.by_path[bound.path]) or RECOMPUTE_ALL
-    out, left, changes = call_recomputed(run, run.name, roots, [*bound.distinct.values()], remat=remat)
-    for path, values, removed in changes:
+    out = call_recomputed(run, run.name, roots, [*bound.distinct.values()], remat=remat)
+    for path, values in attributes.items():
         own = vars(bound.distinct[path])
         own.update(values)
-        for name in removed:
+        for name in [name for name, value in values.items() if value is _Deleted]:
             del own[name]
-    for (path, attr), (buffer, is_new) in left.items():
+    for (path, attr), (buffer, is_new) in buffers.items():
         own_buffer = bound.modules[path]._buffers[attr]
         # a vmap around has batched all results, and can only write those into what it has batched
         if not is_new and own_buffer is not None and _torch.is_batched(own_buffer) >= _torch.is_batched(buffer):
@@ -123,9 +123,6 @@ def _recompute_module(
         kept = buffer if is_new and _torch.current_level() else buffer.detach()
         with torch.no_grad():
             bound.modules[path]._buffers[attr] = kept.clone() if _torch.has_internal_overlap(kept) else kept
-    for (path, attr), tensor in replaced.items():
-        if given.get((path, attr)) is not tensor:
-            bound.modules[path]._parameters[attr] = tensor
     return out
 
 
@@ -145,33 +142,28 @@ class _RecomputedModule:
         self._leases = [one.hold_for_inner_run() for one in units]
         self._read = set[str]()
 
-    def __call__(
-        self, params: Params, given: _Buffers, spec: PartitionSpec, replaced: Replaced, *arguments: Any
-    ) -> tuple[Any, _Left, tuple[_Changes, ...]]:
-        """Return the result, the buffers as they are now, and by path set and deleted attributes."""
-        bound, (count, *keys), own = self._bound, self._arguments, arguments[-1]
-        copies = _copy_buffers(given)
+    def __call__(self, params: Params, buffers: _Buffers, own: _Attributes, spec: PartitionSpec, *arguments: Any) -> Any:
+        """Return the result, and leave in the others what the run has made of them."""
+        bound, (count, *keys) = self._bound, self._arguments
+        copies = _copy_buffers(buffers)
         now = {join_path(*name): copy for name, copy in copies.items()}
-        changes: list[_Changes] = []
         with phase("run" if self._first else "recompute", bound.path):
             hooks = {key: x._backward_hooks for key, x in params.items() if x._backward_hooks}  # of the first run
             params, gathered = self._insert_gathered(params)
             call = self._outer.make_inner(bound, params, spec, gathered)
             call.gradient_hooks = hooks
             with call.install(now, attributes := self._make_attributes(own)):
-                for (path, attr), tensor in replaced.items():
-                    bound.modules[path]._parameters[attr] = tensor
                 before = [kept_attributes(module) for module in bound.distinct.values()]
-                kwargs = dict(zip(keys, arguments[count:-1], strict=True))
+                kwargs = dict(zip(keys, arguments[count:], strict=True))
                 out = bound.modules[bound.path].forward(*arguments[:count], **kwargs)
-                replaced.update(bound.replaced_parameters(attributes))
+                bound.refuse_replaced(attributes)
                 for (path, module), old in zip(bound.distinct.items(), before, strict=True):
                     new = kept_attributes(module)
-                    if old.keys() != new.keys() or not all(map(operator.is_, old.values(), map(new.__getitem__, old))):
-                        changed = {name: value for name, value in new.items() if old.get(name, old) is not value}
-                        changes.append((path, changed, sorted(old.keys() - new.keys())))
-        left: _Left = {name: (now[join_path(*name)], now[join_path(*name)] is not copy) for name, copy in copies.items()}
-        for name, (buffer, is_new) in left.items():
+                    own[path] |= {name: value for name, value in new.items() if old.get(name, old) is not value}
+                    own[path] |= dict.fromkeys(sorted(old.keys() - new.keys()), _Deleted)
+        for name, copy in copies.items():
+            buffer = now[join_path(*name)]
+            buffers[name] = buffer, (is_new := buffer is not copy)
             if (buffer.requires_grad and not (is_new and self._level)) or (not is_new and _torch.has_tangent(buffer)):
                 raise RuntimeError(
                     f"{self.name} puts a tensor into its buffer '{join_path(*name)}' that has a derivative, which would be "
@@ -184,9 +176,9 @@ class _RecomputedModule:
                 f"{self.name} reads other parameters in one of its runs than in the first one: {min(used ^ self._read)!r} in "
                 "one of them only; expected the same control flow in each run"
             )
-        return out, left, tuple(changes)
+        return out
 
-    def _make_attributes(self, copied: _Own) -> ModuleAttributes:
+    def _make_attributes(self, copied: _Attributes) -> ModuleAttributes:
         for path, attributes in self.attributes.items() if self._first else ():
             for name in copied[path]:
                 del attributes[name]  # which would be kept for later runs
@@ -223,7 +215,7 @@ class _RecomputedModule:
             self._last = False
 
 
-def _copy_buffers(buffers: _Buffers) -> _Buffers:
+def _copy_buffers(buffers: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
     copies = {buffer: copy_buffer(buffer, buffer.dtype) for buffer in buffers.values()}  # one may be in several places
     return {name: copies[buffer] for name, buffer in buffers.items()}
 

@@ -256,7 +256,7 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
         lambda self, x, _: nn.functional.dropout(self.lin(x), 0.5 if is_first() else 0.0),
         "does not draw in every run as many random numbers",
     ),
-    "value": (other_value, "its result has other contents"),
+    "value": (other_value, "other contents in its attributes"),
     "given in place": (lambda self, x, _: self.lin(x.add_(1)), r"changed in place a tensor that it was given: args\[0\]"),
     "state in place": (lambda self, x, state: self.lin(x) + state["h"].mul_(2), r"that it was given: args\[1\];"),
     "generator": (

@@ -98,7 +98,7 @@ class RecomputedFunction:
         """Return the snapshot of the arguments; raise TypeError for one that cannot be copied."""
         with contextlib.suppress(Exception):
             return Snapshot(roots.values())
-        for own in roots["attribute"].values() if self._modules else ():
+        for own in roots["its attributes"].values() if self._modules else ():
             for key in [key for key, value in own.items() if _find_error(value)]:
                 del own[key]  # as a list of locks
         for name, value in roots.items():
@@ -260,7 +260,7 @@ class RecomputedFunction:
         names = zip([*self._names, "its result"], parts, self._first[0], strict=True)
         words = [f"{x[0]} of shape {list(x[1])} on {x[2]}" if x else "absent" for x in next(iter(changed), ())]
         how = [f"a tensor was {words[0]}, now it is {words[1]}"] if words else []
-        for text in [*how, *(f"{name} has other contents" for name, now, was in names if now != was)]:
+        for text in [*how, *(f"other contents in {name}" for name, now, was in names if now != was)]:
             raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {text}")
 
     def _uncopied(self, what: str) -> TypeError:
