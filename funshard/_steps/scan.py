@@ -59,30 +59,6 @@ def _describe_leaves(tree: pytree.TreeSpec, kinds: list[Any]) -> dict[str, str]:
     return {pytree.keystr(path): text for path, text in pytree.tree_flatten_with_path(pytree.tree_unflatten(texts, tree))[0]}
 
 
-def _read_versions(given: object) -> list[int]:
-    """Return each leaf's count of in-place changes: -1 if its memory was donated, 0 for other objects than tensors."""
-
-    def read(leaf: object) -> int:
-        try:
-            return _torch.version(leaf) if isinstance(leaf, Tensor) else 0
-        except RuntimeError:
-            return -1
-
-    return [] if _torch.is_in_graph() else [read(leaf) for leaf in pytree.tree_leaves(given)]
-
-
-def _check_unchanged(given: dict[str, Any], versions: list[int]) -> None:
-    """Raise RuntimeError, with the path, for a tensor that a step has changed in place since `_read_versions`."""
-    now = _read_versions(given)
-    if now != versions:
-        changed = next(i for i, (before, after) in enumerate(zip(versions, now, strict=True)) if before != after)
-        path: Any = pytree.tree_flatten_with_path(given)[0][changed][0]
-        raise RuntimeError(
-            f"scan: step changes {path[0].key}{pytree.keystr(path[1:])} in place, as an update with donate=True does: expected "
-            "it unchanged, because steps run again for derivatives; give donate=False, or change a copy"
-        )
-
-
 def _concat_results(ys: Sequence[Any]) -> Any:
     """Concatenate the results of all pieces along dimension 0; raise ValueError, with the path, if two steps' differ."""
     first, *others = (_read_layout(pytree.tree_map(lambda y: y if y is None else y[0], piece)) for piece in ys)
@@ -123,7 +99,7 @@ def scan(
 
     Raises:
         ValueError, TypeError: An argument, or what ``step`` returns, does not fit; the message names the path.
-        RuntimeError: ``step`` changes what it was given, as updates with ``donate=True`` do; and as `remat`.
+        RuntimeError: As `remat`, such as for a step that changes in place what it was given, where steps run again.
 
     Example:
         >>> import torch, funshard as fs
@@ -180,11 +156,9 @@ class _ScanRun:
 
     def _run_step(self, step: Any, state: Any, xs: Any, *, recorded: bool) -> tuple[Any, Any]:
         """Run one step, of slices of length 1, and check what it returns."""
-        given = {"state": state, "x": pytree.tree_map(lambda leaf: leaf.squeeze(0), xs)}
-        versions = _read_versions(given)
+        x = pytree.tree_map(lambda leaf: leaf.squeeze(0), xs)
         with contextlib.nullcontext() if _torch.is_in_graph() else RUNNING.set(is_differentiated=recorded):
-            result = step(*given.values())
-        _check_unchanged(given, versions)
+            result = step(state, x)
         if not isinstance(result, tuple) or len(result) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise TypeError(f"scan: expected step to return (new state, y), got {type(result).__name__}")  # pyright: ignore[reportUnknownArgumentType]
         new, y = result  # pyright: ignore[reportUnknownVariableType]
