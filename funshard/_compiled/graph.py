@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 
 from .. import _torch
 from .._core import ops
-from .._torch.compiler import FUNC_GRADIENT, CustomGraphPass, OpOverload, annotate, get_annotation, is_view, view_base
+from .._torch.compiler import FUNC_GRADIENT, OpOverload, annotate, get_annotation, is_view, view_base
 from ..collectives._agree import check_sequence, is_comparable
 
 _PHASE_KEY, _RESHARD_KEY = "funshard_phase", "funshard_reshard"
@@ -174,22 +174,6 @@ def find_phases(graph: Graph) -> dict[Node, int]:
 
 
 # --- the passes ---
-
-
-class GraphPass(CustomGraphPass):
-    """A pass of inductor: a change of a graph in place, with the key of what inductor caches, None for nothing."""
-
-    def __init__(self, change: Callable[[Graph], None], key: object) -> None:
-        self.change, self.key = change, key
-
-    def __call__(self, graph: Graph) -> None:
-        """Transform the graph in place."""
-        self.change(graph)
-        graph.lint()
-
-    def uuid(self) -> object:
-        """Return the key. Inductor's own has the graph's code, but not its annotations."""
-        return self.key
 
 
 def schedule_nodes(graph: Graph, prefetch: int, in_flight: int) -> None:

@@ -193,6 +193,7 @@ def _make_backend(compiler: str | Compiler, prefetch: int, in_flight: int, optio
         from functorch.compile import make_boxed_func
 
         from .._torch.compiler import aot_autograd, compile_fx, get_hash_for_files
+        from .._transforms._recompute.saved_nodes import GraphPass
         from . import graph as graph_file
         from . import recompute as recompute_file
 
@@ -202,9 +203,9 @@ def _make_backend(compiler: str | Compiler, prefetch: int, in_flight: int, optio
 
         remats, code = RUNNING.regions or (), get_hash_for_files((graph_file.__file__, recompute_file.__file__))
         key = None if any(callable(remat.save) for remat in remats) else (code, repr(remats))  # None: a user's function chooses
-        choose_pass = graph_file.GraphPass(lambda graph: recompute_file.mark_saved(graph, remats), key)
+        choose_pass = GraphPass(lambda graph: recompute_file.mark_saved(graph, remats), key)
         annotations = graph_file.annotate_phases(graph.graph)
-        schedule_pass = graph_file.GraphPass(schedule, (code, annotations, prefetch, in_flight))
+        schedule_pass = GraphPass(schedule, (code, annotations, prefetch, in_flight))
         if compiler == "inductor":
             patches = dict.fromkeys(_SORTING_OPTIONS.intersection(_torch.list_inductor_options()), False) | options
             passes = {_FIRST_PASS: choose_pass, _LAST_PASS: schedule_pass}

@@ -47,6 +47,21 @@ def find_saved(nodes: Iterable[Node], remat: Remat) -> Iterator[Node]:
                 yield node
 
 
+class GraphPass(CustomGraphPass):
+    """A pass of inductor: a change of a graph in place, with the key of what inductor caches, None for nothing."""
+
+    def __init__(self, change: Callable[[Graph], None], key: object) -> None:
+        self._change, self._key = change, key
+
+    def __call__(self, graph: Graph) -> None:
+        self._change(graph)
+        graph.lint()
+
+    def uuid(self) -> object:
+        """Return the key. Inductor's own has the graph's code, but not its annotations."""
+        return self._key
+
+
 class UnitBackend:
     """A backend of torch.compile, which saves for backward what a `Remat` saves; None for what torch chooses.
 
@@ -65,11 +80,12 @@ class UnitBackend:
         for name in {_FIRST_PASS, _LAST_PASS} & options.keys():
             raise ValueError(f"Compile: options: expected no {name!r}, which is where passes over the graph are made")
         self._backend, self._options, self._kwargs, self._make_prehook = backend, options, kwargs, make_prehook
-        last = _Pass(functools.partial(_tag_others, remat is not None), repr(remat is not None))
-        self._passes: dict[str, CustomGraphPass] = {_LAST_PASS: last}
+        code = get_hash_for_files((__file__,))
+        self._passes: dict[str, GraphPass] = {}
         if remat is not None:
-            first = _Pass(functools.partial(_tag_saved, remat), None if callable(remat.save) else repr(remat))
-            self._passes = {_FIRST_PASS: first, **self._passes}
+            key = None if callable(remat.save) else (code, repr(remat))  # None: a user's function chooses
+            self._passes[_FIRST_PASS] = GraphPass(functools.partial(_tag_saved, remat), key)
+        self._passes[_LAST_PASS] = GraphPass(functools.partial(_tag_others, remat is not None), (code, remat is not None))
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return compiled code for a graph."""
@@ -93,20 +109,6 @@ class UnitBackend:
     def _run_passes(self, graph: Graph) -> None:
         for run_pass in self._passes.values():
             run_pass(graph)
-
-
-class _Pass(CustomGraphPass):
-    """A pass of inductor's; with ``key`` None nothing is cached."""
-
-    def __init__(self, run: Callable[[Graph], None], key: object) -> None:
-        self._run, self._key = run, key and (get_hash_for_files((__file__,)), key)
-
-    def __call__(self, graph: Graph) -> None:
-        self._run(graph)
-
-    def uuid(self) -> object:
-        """Return the cache key of this pass."""
-        return self._key
 
 
 def _tag_saved(remat: Remat, graph: Graph) -> None:
