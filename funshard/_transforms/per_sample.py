@@ -14,14 +14,14 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from .. import _torch
 from .._core.checks import bind_spec, check_buffers
-from .._core.flow import REDUCE_MEAN, ReduceBy, Reduction, count_ranks, scatter_unit
-from .._core.layout import Params, concat_padded, unflatten_unit
+from .._core.flow import REDUCE_MEAN, ReduceBy, Reduction, count_ranks
+from .._core.layout import Params, unflatten_unit
 from .._core.mesh import Mesh, Simulated
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
+from .._slices.random_slices import random_like
 from .._spec.codec import check_trainable
 from .._wire.flow import apply_options, unshard_unit, weigh_grad
-from .._wire.host import start_copy_to_host
 from ..collectives._functions import broadcast, sum_over
 from .ambient import REGISTER_HOOK, AmbientState, ForbiddenFunctions
 from .products import find_length, grad
@@ -107,8 +107,7 @@ def per_sample_grads(
 
     params = {unit.key: params[unit.key].detach() for unit in units}
     in_graph = _torch.is_in_graph()  # where both passes are in one graph, and nothing is drawn
-    # drawn and sent before all else, so that the host need not wait for the gradients to know it
-    seed = _draw_seed(generator, spec, next(iter(params.values())).device) if noise and params and not in_graph else None
+    seed = _draw_seed(generator, mesh, next(iter(params.values())).device) if noise and params else 0
     same_random = contextlib.nullcontext() if in_graph else AmbientState(pytree.tree_leaves(args)).restored()
 
     def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
@@ -133,7 +132,8 @@ def per_sample_grads(
     with same_random:  # dropout as in the first pass
         grads: Params = grad(weighted_loss)(params)
     if noise:
-        grads = _add_noise(grads, noise * clip, units, spec, generator, seed)
+        drawn = random_like(grads, spec, seed)
+        grads = {key: g + noise * clip * drawn[key] for key, g in grads.items()}
     if reduce == "sum":
         return grads
     count = torch.full((), float(samples), device=mesh.device)
@@ -202,40 +202,14 @@ def _unflatten_units(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Pa
     return full
 
 
-@_torch.disable_in_graph(
-    "per_sample_grads: noise is drawn by a generator, which no graph can seed: expected fullgraph=False, or no compilation"
-)
-def _add_noise(
-    grads: Mapping[str, Tensor],
-    scale: float,
-    units: Iterable[Unit],
-    spec: PartitionSpec,
-    generator: torch.Generator | None,
-    seed: Callable[[], Tensor] | None,
-) -> Params:
-    """Return gradients with normal numbers of this standard deviation, the same ones at any number of ranks."""
-    device = next(iter(grads.values())).device
-    source = torch.Generator(device).manual_seed(int((seed or _draw_seed(generator, spec, device))()))
-    out: Params = {}
-    for unit in units:
-        with _torch.below_transforms():
-            sizes = [param.numel for param in unit.params]
-            drawn = torch.empty(sum(sizes), dtype=grads[unit.key].dtype, device=device)
-            (torch.view_as_real(drawn) if drawn.is_complex() else drawn).normal_(generator=source)
-            buffer = concat_padded(drawn.split(sizes), unit, spec.padded_numel(unit))
-        out[unit.key] = grads[unit.key] + scale * scatter_unit(buffer, unit, spec.bound_mesh)
-    return out
-
-
-def _draw_seed(generator: torch.Generator | None, spec: PartitionSpec, device: torch.device) -> Callable[[], Tensor]:
-    """Return a function that gives the seed, which rank 0 draws and sends."""
-    mesh = spec.bound_mesh
-    with _torch.below_transforms():
+def _draw_seed(generator: torch.Generator | None, mesh: Mesh, device: torch.device) -> Tensor:
+    """Return a seed that the first rank draws and sends."""
+    with contextlib.nullcontext() if _torch.is_in_graph() else _torch.below_transforms():
         seed = torch.randint(2**62, (), generator=generator, device=generator.device if generator else None)
-        axes = [mesh[name] for name in mesh.names if not isinstance(mesh[name], Simulated)]  # whose ranks are one process
-        for axis in axes:
-            seed = broadcast(seed.to(device, non_blocking=True), axis)
-        return start_copy_to_host(seed)
+        seed = seed.to(device, non_blocking=True)
+        for axis in (axis for _, axis in mesh.axes if not isinstance(axis, Simulated)):  # whose ranks are one process
+            seed = broadcast(seed, axis)
+        return seed
 
 
 def _check_privacy(clip: float | None, noise: float | None, reduce: ReduceBy, randomness: str) -> None:
