@@ -31,7 +31,7 @@ from .._wire.flow import (
     split_global,
     unshard_global,
 )
-from .._wire.host import check_host_resident, compute_device, move, start_copy_to_host
+from .._wire.host import check_host_resident, compute_device, copy_to_host, move
 from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names, StartStep
 from ..collectives._agree import check_sequence, leave_to_next_call
@@ -316,7 +316,7 @@ def _iter_params(
     They share no memory with ``source``, and with None none at all: one that shares memory cannot be saved by itself.
     """
     with torch.no_grad():
-        buffer = start_copy_to_host(buffer)() if to_cpu else buffer
+        buffer = copy_to_host(buffer) if to_cpu else buffer
         pieces = split_global(buffer, unit, mesh)
     sizes = dict(mesh.sizes)
     params = {param.name: (param, views) for param, views in zip(unit.params, pieces, strict=True)}

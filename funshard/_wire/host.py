@@ -5,7 +5,7 @@ A tensor is cast on that side on which it is the larger, so that fewer bytes are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -116,19 +116,9 @@ def place_slice(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     return _torch.allocate_like(piece, HOST, beside=used).copy_(piece)
 
 
-def start_copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Return a function that gives a copy on the CPU: from CUDA through pinned memory, and only that function waits for it.
-
-    A tensor on the CPU is not copied.
-    """
-    if not tensor.is_cuda:
-        there = tensor.cpu()
-        return lambda: there
-    pinned = tensor.to("cpu", non_blocking=True)  # torch pins what it copies so
-    done = torch.cuda.current_stream(tensor.device).record_event()
-
-    def waited() -> Tensor:
-        done.synchronize()
-        return pinned
-
-    return waited
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the CPU, from CUDA through pinned memory; the tensor itself if it is there."""
+    there = tensor.to("cpu", non_blocking=True)  # torch pins what it copies so
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return there

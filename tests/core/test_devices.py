@@ -7,6 +7,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import _torch
-from funshard._wire.host import start_copy_to_host
+from funshard._wire.host import copy_to_host
 from funshard.collectives import Mesh
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -316,39 +317,29 @@ def test_parameters_are_not_compared() -> None:
 
 def test_full_parameters_leave_the_device_by_one_copy_each_unit(meta: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the next one is gathered, and each parameter is a tensor of its own."""
-    events: list[str] = []
+    copied: list[int] = []
 
-    def on_host(tensor: Tensor) -> Callable[[], Tensor]:
-        events.append(f"start {tensor.numel()}")
-        return lambda: events.append("wait") or torch.empty_like(tensor, device="cpu")
+    def on_host(tensor: Tensor) -> Tensor:
+        copied.append(tensor.numel())
+        return torch.empty_like(tensor, device="cpu")
 
-    monkeypatch.setattr(sys.modules[fs.stream_full.__module__], "start_copy_to_host", on_host)
+    monkeypatch.setattr(sys.modules[fs.stream_full.__module__], "copy_to_host", on_host)
     spec, shards = on_device(net())
     full = fs.unshard(shards, spec, offload_to_cpu=True)
-    assert events == 3 * ["start 20", "wait"]
+    assert copied == [20, 20, 20]
     assert {x.device.type for x in full.values()} == {"cpu"}
     assert len({_torch.storage_id(x) for x in full.values()}) == len(full) == 6
 
 
-def test_only_the_reader_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From CUDA by a copy that torch does not wait for; what is on the CPU is no copy."""
+def test_a_copy_on_the_host_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From CUDA by a copy that torch does not wait for, and then the stream; what is on the CPU is no copy."""
     events: list[str] = []
-
-    class Stream:
-        def record_event(self) -> Stream:
-            events.append("record")
-            return self
-
-        def synchronize(self) -> None:
-            events.append("wait")
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: events.append("wait")))
     with FakeTensorMode(), torch.no_grad(), Waits("cuda") as waits:
-        there = start_copy_to_host(torch.empty(3, device="cuda"))
-        assert (events, waits.seen) == (["record"], {})
-        assert (there().device.type, events) == ("cpu", ["record", "wait"])
+        assert copy_to_host(torch.empty(3, device="cuda")).device.type == "cpu"
+    assert (events, waits.seen) == (["wait"], {})
     x = torch.ones(3)
-    assert start_copy_to_host(x)() is x
+    assert copy_to_host(x) is x
 
 
 # --- Buffers. ---
