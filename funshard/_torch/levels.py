@@ -267,29 +267,12 @@ def hold_until_backward_ends(held: Callable[[], None]) -> None:
 # --- torch.no_grad in forward-mode AD, where torch itself ignores it ---
 
 
-class NoGradInTracedForwardMode(TorchFunctionMode):
+class NoGradInForwardMode(TorchFunctionMode):
     """A mode in which results under ``torch.no_grad`` in a torch.func transform are constants for jvp, too.
 
-    A view would ask its base for a tangent later, so results are detached. This one is for torch.compile, as Dynamo cannot
-    trace what the other one asks and counts. Pinned by ``test_no_grad_in_a_compiled_hvp``.
+    A view would ask its base for a tangent later, so results are detached. Custom Functions run without it. Pinned by
+    ``test_no_grad_in_forward_mode`` and ``test_no_grad_in_a_compiled_hvp``.
     """
-
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.unflatten:  # whose super() Dynamo traces in a call of the method alone
-            func = _unflatten
-        if torch.is_grad_enabled() or func is torch._VF._unpack_dual:  # which reads a tangent
-            return func(*args, **kwargs)
-        with _set_fwd_grad_enabled(False):
-            out = func(*args, **kwargs)
-            given = [*args, *kwargs.values()]
-            if isinstance(out, Tensor):
-                return _detach_result(out, given)
-            return type(out)(_detach_result(x, given) for x in out) if type(out) in (list, tuple) else out
-
-
-class NoGradInForwardMode(NoGradInTracedForwardMode):
-    """The same mode outside of torch.compile. Custom Functions run without it. Pinned by ``test_no_grad_in_forward_mode``."""
 
     @classmethod
     def is_active(cls) -> bool:
@@ -298,9 +281,19 @@ class NoGradInForwardMode(NoGradInTracedForwardMode):
         return is_any and any(isinstance(mode, cls) for mode in _get_current_function_mode_stack())
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.is_grad_enabled() or not current_level():
-            return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+        kwargs, is_traced = kwargs or {}, torch.compiler.is_compiling()  # Dynamo cannot ask for the level
+        if is_traced and func is Tensor.unflatten:  # whose super() Dynamo traces in a call of the method alone
+            func = _unflatten
+        if (
+            torch.is_grad_enabled() or not (is_traced or current_level()) or func is torch._VF._unpack_dual
+        ):  # which reads a tangent
+            return func(*args, **kwargs)
+        with _set_fwd_grad_enabled(False):
+            out = func(*args, **kwargs)
+            given = [*args, *kwargs.values()]
+            if isinstance(out, Tensor):
+                return _detach_result(out, given)
+            return type(out)(_detach_result(x, given) for x in out) if type(out) in (list, tuple) else out
 
 
 def _unflatten(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -330,11 +330,10 @@ def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | 
 
 def push_forward(f: Callable[[Any], Any], params: Any, direction: Any, *, has_aux: bool = False) -> tuple[Any, ...]:
     """Return the results of ``torch.func.jvp``; what ``f`` computes under ``torch.no_grad`` is a constant."""
-    has_graph, is_traced = torch.is_grad_enabled(), _torch.is_in_graph()
+    has_graph = torch.is_grad_enabled()
 
     def run(p: Any) -> Any:
-        mode = _torch.NoGradInTracedForwardMode() if is_traced else _torch.NoGradInForwardMode()
-        with torch.enable_grad(), mode:  # gradients that are off in here, f has switched off
+        with torch.enable_grad(), _torch.NoGradInForwardMode():  # gradients that are off in here, f has switched off
             return f(p)
 
     results: tuple[Any, ...] = torch.func.jvp(run, (params,), (direction,), has_aux=has_aux)
