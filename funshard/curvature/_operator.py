@@ -157,18 +157,10 @@ class Operator:
         return LinearOperator((n, n), matvec=product, rmatvec=product, dtype=str(dtype).removeprefix("torch."))  # pyright: ignore[reportCallIssue]
 
     def _shard(self, full: Params) -> Params:
-        """Return the slices of a vector by parameter name; units that are not in params are zeros on the way."""
-        whole: Params = {}
-        sizes = dict(self.spec.bound_mesh.sizes)
-        for unit in self.spec:
-            like = self.params.get(unit.key)
-            for param in unit.params:
-                device = torch.device("cpu") if like is None else like.device
-                if (given := full.get(param.name)) is None:
-                    given = torch.zeros(global_shape(param, sizes), dtype=unit.dtype, device=device)
-                whole[param.name] = given.to(device, unit.dtype)
-        shards = shard(whole, self.spec)
-        return {key: shards[key] for key in self.params}
+        """Return the slices of a vector by parameter name."""
+        spec = self.spec._restrict_to_units("", self.params)
+        at = {param.name: (self.params[unit.key].device, unit.dtype) for unit in spec for param in unit.params}
+        return shard({name: full[name].to(*where) for name, where in at.items()}, spec)
 
 
 def hessian(f: Callable[[Any], Tensor], params: Mapping[str, Tensor], spec: PartitionSpec) -> Operator:
