@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from .. import _torch
@@ -195,16 +195,12 @@ def _make_backend(compiler: str | Compiler, prefetch: int, in_flight: int, optio
         from .._torch.compiler import aot_autograd, compile_fx, get_hash_for_files
         from .._transforms._recompute.saved_nodes import GraphPass
         from . import graph as graph_file
-        from . import recompute as recompute_file
 
-        def schedule(graph: Graph) -> None:
-            recompute_file.recompute(graph)
-            graph_file.schedule_nodes(graph, prefetch, in_flight)
-
-        remats, code = RUNNING.regions or (), get_hash_for_files((graph_file.__file__, recompute_file.__file__))
+        remats, code = RUNNING.regions or (), get_hash_for_files((graph_file.__file__,))
         key = None if any(callable(remat.save) for remat in remats) else (code, repr(remats))  # None: a user's function chooses
-        choose_pass = GraphPass(lambda graph: recompute_file.mark_saved(graph, remats), key)
+        choose_pass = GraphPass(lambda graph: graph_file.mark_saved(graph, remats), key)
         annotations = graph_file.annotate_phases(graph.graph)
+        schedule = functools.partial(graph_file.schedule_nodes, prefetch=prefetch, in_flight=in_flight)
         schedule_pass = GraphPass(schedule, (code, annotations, prefetch, in_flight))
         if compiler == "inductor":
             patches = dict.fromkeys(_SORTING_OPTIONS.intersection(_torch.list_inductor_options()), False) | options

@@ -197,7 +197,7 @@ def _tensors_of(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
-# --- regions: torch.compile traces a function once, with its derivatives; _compiled/recompute.py computes it again in there ---
+# --- regions: torch.compile traces a function once, with its derivatives; _compiled/graph.py computes it again in there ---
 
 REGION_KEY, NAME_KEY = "funshard_region", "funshard_name"
 """Keys of annotations: the number of the innermost region on all that it traces; the name on a view of a named tensor."""
