@@ -23,7 +23,7 @@ from .._wire.flow import unshard_unit, weigh_grad
 from .._wire.mixed_layout import cast_views
 from .buffers import ReplacedBuffer, replace_buffers, warn_discarded
 from .casting import cast_back, cast_params, has_casts, module_overrides, wrap_in_casts
-from .module_state import find_modules
+from .module_state import calling_thread, find_modules, restore_modules
 from .schedule import CallInputs
 
 _Run = tuple[str, tuple[str, ...], int, int]
@@ -54,11 +54,13 @@ def run(
     for module, attr, _, used, _ in replaced.values():
         swaps.append((module._buffers, {attr: used}))
     with (
-        _torch.undo_module_writes(model),
+        _torch.undo_module_writes(model) if _torch.is_in_dynamo() else restore_modules(modules, calling_thread()),
         _swap_tensors(swaps),
-        _override_modules(modules, spec, inputs.weight),
         _drop_new_entries(modules),
     ):
+        overrides = module_overrides(modules, modules, spec, "", inputs.weight)
+        for module, name, value in itertools.chain(overrides, _forward_overrides(modules, spec)):
+            setattr(module, name, value)
         run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""])
         out = _wrap_in_region(run, "", spec)(*args, **kwargs)
         after = {name: module._buffers[attr] for name, (module, attr, _, _, _) in replaced.items()}
@@ -214,23 +216,3 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
             return forward(*args, **kwargs)
 
     return run
-
-
-@contextlib.contextmanager
-def _override_modules(modules: Mapping[str, nn.Module], spec: PartitionSpec, weight: Tensor | None) -> Generator[None]:
-    """Set the modules' `module_overrides`, and make regions of recomputed modules; restore all of them afterwards."""
-    before: list[tuple[nn.Module, str, Any]] = []
-    overrides = module_overrides(modules, modules, spec, "", weight)
-    for module, name, value in itertools.chain(overrides, _forward_overrides(modules, spec)):
-        before.append((module, name, module.__dict__.get(name)))
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, name, value in reversed(before):
-            if name == "forward":  # delattr would not find it, for Dynamo, as the class has one, too
-                module.__dict__.pop(name)
-            else:  # before torch 2.13 Dynamo does not know that pop
-                delattr(module, name)
-            if value is not None:
-                setattr(module, name, value)

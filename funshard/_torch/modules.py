@@ -69,9 +69,6 @@ def undo_module_writes(model: nn.Module) -> Generator[None]:
     private; pinned by ``test_attributes_that_forward_sets_are_restored`` and
     ``test_a_compiled_step_writes_no_dict_of_a_module``.
     """
-    if not torch.compiler.is_dynamo_compiling():  # as in torch.export, which runs the code itself
-        yield
-        return
     setattr(model, _MARK, True)
     _note_writes()
     try:
