@@ -119,10 +119,9 @@ class GatheringParameters(dict[str, Any]):
         return {name: read(*self.owned[name]) if name in self.owned else value for name, value in super().items()}
 
     def replaced_by_forward(self, original: Mapping[str, Tensor | None]) -> dict[str, Any]:
-        """Return what forward has set here, and not the call; nothing is gathered for that."""
+        """Return what has been set here since; nothing is gathered for that."""
         own = ((name, super(GatheringParameters, self).__getitem__(name)) for name in self if name not in self.owned)
-        changed = ((name, value) for name, value in own if value is not original.get(name, self))
-        return {name: x for name, x in changed if not any(x is given for given in self.call.mode.params.values())}
+        return {name: value for name, value in own if value is not original.get(name, self)}
 
 
 def _creation_error(what: str) -> RuntimeError:
@@ -211,6 +210,9 @@ def own_tensors(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
     return dict(dict.items(mapping or {}))
 
 
+Replaced = dict[tuple[str, str], Any]
+"""The tensors, by path and attribute, that forward has set in place of a module's parameters."""
+
 Owned = dict[nn.Module, Mapping[str, tuple[Unit, int]]]
 """For each module the unit and position in it of its own parameters, by attribute."""
 
@@ -265,15 +267,14 @@ class BoundModule:
                 params[name] = tensor
         return params
 
-    def refuse_replaced(self, before: ModuleAttributes) -> None:
-        """Raise RuntimeError where forward has put another tensor in the place of a parameter: runs would miss it."""
+    def replaced_parameters(self, before: ModuleAttributes) -> Replaced:
+        """Return what forward has set in place of parameters until now."""
+        out: Replaced = {}
         for path, module in self.modules.items():
             now = module._parameters
-            if isinstance(now, GatheringParameters) and (new := now.replaced_by_forward(before[module]["_parameters"])):
-                raise RuntimeError(
-                    f"parameter '{join_path(path, next(iter(new)))}' has another tensor in its place in forward, which "
-                    f"P(remat=True) of '{self.path}' would not find when it runs again: expected it among the arguments"
-                )
+            if isinstance(now, GatheringParameters):
+                out |= {(path, attr): tensor for attr, tensor in now.replaced_by_forward(before[module]["_parameters"]).items()}
+        return out
 
 
 def find_modules(module: nn.Module, path: str, found: dict[str, nn.Module]) -> dict[str, nn.Module]:

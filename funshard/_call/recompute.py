@@ -29,7 +29,7 @@ from .._transforms.saved_tensors import BeginGraph
 from .buffers import copy_buffer
 from .compiled_unit import can_run_compiled, is_compiled
 from .modes import Overlapped
-from .module_state import MODULE_CONTAINERS, BoundModule, ModuleAttributes, kept_attributes
+from .module_state import MODULE_CONTAINERS, BoundModule, ModuleAttributes, Replaced, kept_attributes
 from .running import Call, Override
 from .schedule import GatheredUnit
 
@@ -87,12 +87,11 @@ def _recompute_module(
 ) -> Any:
     """Return the result of a module that backward runs again. Only its arguments are kept, and what its remat saves.
 
-    What the first run changes in its arguments, and in the modules' attributes and buffers, is changed once; another run finds
-    it as the first one did. ``before`` are the attributes of the model before ``outer``, ``gathered`` the module's own units,
-    where the schedule has gathered them.
+    What the first run changes in its arguments, in the modules' attributes and buffers, and in place of parameters, is changed
+    once; another run finds it as the first one did. ``before`` are the attributes of the model before ``outer``, ``gathered``
+    the module's own units, where the schedule has gathered them.
     """
     bound, spec = inside
-    bound.refuse_replaced(before)
     run = _RecomputedModule(outer, bound, before, gathered, (len(args), *kwargs))
     own_buffers = {(path, attr): b for path, m in bound.distinct.items() for attr, b in m._buffers.items() if b is not None}
     buffers: _Buffers = _copy_buffers(own_buffers)
@@ -102,6 +101,7 @@ def _recompute_module(
         "its buffers": buffers,
         "its attributes": attributes,
         "its spec": spec,
+        "what was put in the place of its parameters": (replaced := bound.replaced_parameters(before)),
         **{f"args[{i}]": x for i, x in enumerate(args)},
         **{f"kwargs[{key!r}]": x for key, x in kwargs.items()},
     }
@@ -123,6 +123,8 @@ def _recompute_module(
         kept = buffer if is_new and _torch.current_level() else buffer.detach()
         with torch.no_grad():
             bound.modules[path]._buffers[attr] = kept.clone() if _torch.has_internal_overlap(kept) else kept
+    for (path, attr), tensor in replaced.items():
+        bound.modules[path]._parameters[attr] = tensor
     return out
 
 
@@ -142,7 +144,9 @@ class _RecomputedModule:
         self._leases = [one.hold_for_inner_run() for one in units]
         self._read = set[str]()
 
-    def __call__(self, params: Params, buffers: _Buffers, own: _Attributes, spec: PartitionSpec, *arguments: Any) -> Any:
+    def __call__(
+        self, params: Params, buffers: _Buffers, own: _Attributes, spec: PartitionSpec, replaced: Replaced, *arguments: Any
+    ) -> Any:
         """Return the result, and leave in the others what the run has made of them."""
         bound, (count, *keys) = self._bound, self._arguments
         copies = _copy_buffers(buffers)
@@ -153,10 +157,12 @@ class _RecomputedModule:
             call = self._outer.make_inner(bound, params, spec, gathered)
             call.gradient_hooks = hooks
             with call.install(now, attributes := self._make_attributes(own)):
+                for (path, attr), tensor in replaced.items():
+                    bound.modules[path]._parameters[attr] = tensor
                 before = [kept_attributes(module) for module in bound.distinct.values()]
                 kwargs = dict(zip(keys, arguments[count:], strict=True))
                 out = bound.modules[bound.path].forward(*arguments[:count], **kwargs)
-                bound.refuse_replaced(attributes)
+                replaced.update(bound.replaced_parameters(attributes))
                 for (path, module), old in zip(bound.distinct.items(), before, strict=True):
                     new = kept_attributes(module)
                     own[path] |= {name: value for name, value in new.items() if old.get(name, old) is not value}

@@ -290,19 +290,6 @@ def test_a_module_that_forward_puts_into_a_recomputed_one() -> None:
         gradient_of(fs.by_path({"block": fs.P("shard", remat=True)}), model, X)
 
 
-def doubled(self: Any, x: Tensor) -> Tensor:
-    self.block._parameters["weight"] = 2 * self.block.weight
-    return self.block(x)
-
-
-def test_another_tensor_in_the_place_of_a_parameter() -> None:
-    """Refused by name around a recomputed module; without remat the call computes with it."""
-    model = module_class("Doubles", lambda: {"block": nn.Linear(3, 3)}, doubled)().double()
-    words = r"parameter 'block.weight' has another tensor in its place in forward, which P\(remat=True\) of 'block'"
-    gradient_of(fs.by_path({"block": fs.P("shard")}), model, X)
-    refused(RuntimeError, words, lambda: gradient_of(fs.by_path({"block": fs.P("shard", remat=True)}), model, X))
-
-
 class Scales(nn.Linear):
     """A layer that doubles the gradient of its activation by a hook, registered without asking whether there is a graph."""
 
