@@ -24,6 +24,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of, surrounds_forward
 from .._transforms.ambient import RUNNING
+from .._transforms.error_hints import explain_compile_errors
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
 from .buffers import is_first_warning
 from .module_state import GatheringParameters, ModuleAttributes, find_modules
@@ -33,34 +34,6 @@ from .running import Call, Override
 
 Run = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """``run(path, module, args, kwargs)``: the module's forward."""
-
-
-def _refuse_second_derivative(path: str, _: object) -> None:
-    """Raise RuntimeError in a backward that records a graph: torch may take a second derivative of compiled code for zero."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"module '{path}' with P(compile=True): a gradient with create_graph=True, outside or inside of its forward, "
-            "differentiates compiled code twice, which torch cannot: expected fs.hvp or torch.func, which run it without "
-            "compilation, or no compile for this unit"
-        )
-
-
-def _explain(error: RuntimeError, path: str) -> RuntimeError:
-    """Return an error that names the module, for one in Dynamo's words; any other as it is."""
-    is_dynamo, is_graph_break = _torch.classify_compile_error(error)
-    if not is_dynamo:
-        return error
-    what, hint = _torch.describe_compile_error(error), _torch.find_compile_hint(error)
-    if is_graph_break:
-        return RuntimeError(
-            f"module '{path}' with Compile(fullgraph=True) has a graph break ({what}): expected a forward that torch.compile "
-            "traces as one graph, fullgraph=False, or no compile"
-        )
-    expected = f"{hint}; or a forward" if hint else "expected a forward"
-    return RuntimeError(
-        f"module '{path}' with P(compile=True) does not compile: {what}; {expected} that runs without compile, as "
-        "P(compile=False) shows, and that the backend of torch.compile takes"
-    )
 
 
 def _run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,28 +68,19 @@ def _compile(options: Compile, remat: Remat | None, structure: Hashable) -> Run:
         # random numbers are those of eager: graphs that record a backward and graphs that do not draw the same ones
         settings = {"fallback_random": True, **(_torch.inductor_modes()[options.mode] if options.mode else {}), **settings}
     kwargs = {"mode": options.mode} if options.mode and options.backend != "inductor" else {}
-    regions, current = [remat] if remat is not None and remat.names else None, ""
-
-    def make_prehook() -> Callable[[Any], None]:
-        return functools.partial(_refuse_second_derivative, current)
-
+    regions = [remat] if remat is not None and remat.names else None
+    backend = UnitBackend(options.backend, settings, kwargs, remat)
     compiled = torch.compile(
         _torch.copy_function(_run_module, "run_compiled_unit"),
-        backend=UnitBackend(options.backend, settings, kwargs, remat, make_prehook),
+        backend=backend,
         dynamic=options.dynamic,
         fullgraph=options.fullgraph,
     )
 
     def run(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal current
-        current = path
-        try:
-            with _torch.guard_hooks(), _torch.restore_autograd_state(), RUNNING.set(regions=regions):
-                return compiled(module, args, kwargs)
-        except RuntimeError as error:
-            if (explained := _explain(error, path)) is error:
-                raise
-            raise explained from error
+        backend.path = path
+        with explain_compile_errors(f"module '{path}' with P(compile=True)"), RUNNING.set(regions=regions):
+            return compiled(module, args, kwargs)
 
     return run
 

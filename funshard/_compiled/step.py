@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from .. import _torch
 from .._spec.options import check_names
 from .._transforms.ambient import RUNNING
-from .._transforms.error_hints import add_compile_hint
+from .._transforms.error_hints import explain_compile_errors
 from .._transforms.products import is_differentiated_outside
 from ..optim._checks import refuse_shared_memory
 
@@ -103,21 +103,6 @@ def compile(
 
     find_run()  # so that options which torch.compile does not know are an error here
 
-    def run_traced(*args: Any, **kwargs: Any) -> tuple[Any, str]:
-        with _torch.guard_hooks(), RUNNING.set(regions=[]):
-            try:
-                with _torch.restore_autograd_state():
-                    return find_run()(*args, **kwargs)
-            except Exception as error:
-                if (raised := _torch.find_traced_error(error)) is not None:
-                    raise add_compile_hint(raised, error) from error
-                if "DynamicLayer.cpp" in _torch.error_text(error):  # torch's own assertion, where it goes on after a break
-                    raise RuntimeError(
-                        "compile: the graph breaks inside of a gradient, as by a branch on values in forward, and torch cannot "
-                        "go on from there: expected a step that is one graph, or no compile; fullgraph=True names the line"
-                    ) from error
-                raise add_compile_hint(error, error)  # noqa: B904 - the same one
-
     @functools.wraps(step)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -133,7 +118,8 @@ def compile(
                 "constants: expected the gradient inside of the step, or the step without compile"
             )
         donated = _check_donated(args, donated_indices)
-        out, problem = run_traced(*args, **kwargs)
+        with explain_compile_errors(), RUNNING.set(regions=[]):
+            out, problem = find_run()(*args, **kwargs)
         seen = Counter(_torch.storage_id(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if any(seen[storage] > count for storage, count in donated.items()):
             problem = "compile: a result is, or is a view of, a donated tensor, which was written to: return a clone of it"

@@ -57,27 +57,15 @@ def is_in_traced_function() -> bool:
 
 
 @contextlib.contextmanager
-def guard_hooks() -> Generator[None]:
-    """Have what Dynamo compiles depend on modules' hooks: by default it misses those that are registered later.
+def compiled_code() -> Generator[None]:
+    """Have what Dynamo compiles depend on modules' hooks, and restore what a trace that fails may leave switched off.
 
-    Pinned by ``test_hooks_that_are_registered_later``.
+    By default Dynamo misses hooks that are registered later: ``test_hooks_that_are_registered_later``. torch.utils.checkpoint
+    in a torch.func.grad leaves saved-tensor hooks disabled in the process: ``test_a_failed_trace_leaves_no_state``.
     """
     from torch._dynamo import config  # takes a second to import
 
     before, config.skip_nnmodule_hook_guards = config.skip_nnmodule_hook_guards, False
-    try:
-        yield
-    finally:
-        config.skip_nnmodule_hook_guards = before
-
-
-@contextlib.contextmanager
-def restore_autograd_state() -> Generator[None]:
-    """Restore, after an error, what a trace that fails may leave switched off: saved-tensor hooks, forward-mode AD.
-
-    torch.utils.checkpoint in a torch.func.grad leaves the hooks disabled in the process. Pinned by
-    ``test_a_failed_trace_leaves_no_state``.
-    """
     message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()  # pyright: ignore
     forward_mode = torch._C._is_fwd_grad_enabled()
     try:
@@ -87,6 +75,8 @@ def restore_autograd_state() -> Generator[None]:
             torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore
         torch._C._set_fwd_grad_enabled(forward_mode)
         raise
+    finally:
+        config.skip_nnmodule_hook_guards = before
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:

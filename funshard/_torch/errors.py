@@ -39,11 +39,11 @@ def is_compiler_file(name: str) -> bool:
 # --- Errors of torch.compile: the program's own error inside of one, and what to do about the known ones ---
 
 
-def classify_compile_error(error: BaseException) -> tuple[bool, bool]:
-    """Return whether an error is one of Dynamo's, and whether it is a graph break that ``fullgraph=True`` refuses."""
-    from torch._dynamo import exc  # takes a second to import
+def is_compile_error(error: BaseException) -> bool:
+    """Return whether an error is one of Dynamo's."""
+    from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
-    return isinstance(error, exc.TorchDynamoException), isinstance(error, exc.Unsupported)
+    return isinstance(error, TorchDynamoException)
 
 
 _RAISED = re.compile(  # torch 2.11 shows its own variables for the arguments
@@ -59,13 +59,13 @@ def find_traced_error(error: Exception) -> BaseException | None:
     Dynamo replaces both by an error of its own. Return None for any other error, and for a ``raise`` in traced code of a class
     that is not built in, or with other arguments than a string. Pinned by ``test_errors_of_the_step_are_its_own``.
     """
-    if not classify_compile_error(error)[0]:
+    if not is_compile_error(error):
         return None
     if disabled := _DISABLED.search(str(error)):
         return RuntimeError(disabled[1])
     if _RUN_ON_FAKES.search(str(error)):  # it is the cause of Dynamo's, or of what that replaces
         cause: BaseException | None = error
-        while cause is not None and (classify_compile_error(cause)[0] or str(cause).startswith("Dynamo failed")):
+        while cause is not None and (is_compile_error(cause) or str(cause).startswith("Dynamo failed")):
             cause = cause.__cause__ or cause.__context__
         return cause
     raised = _RAISED.search(str(error))
@@ -81,14 +81,6 @@ def _make_error(name: str, argument: str) -> Exception | None:
         return None
     is_plain = isinstance(message, str) and isinstance(kind, type) and issubclass(kind, Exception)
     return kind(message) if is_plain else None
-
-
-def describe_compile_error(error: Exception) -> str:
-    """Return a line about an error of Dynamo's: its own first one, and the error that it is about."""
-    first, _, after = str(error).partition("\n")
-    if (cause := find_traced_error(error)) is not None:
-        return f"{first} ({str(cause).partition(chr(10))[0]!r})"
-    return f"{first.partition(' raised:')[0]} ({after.partition(chr(10))[0]!r})" if first.endswith(" raised:") else first
 
 
 _HINTS = [
@@ -116,6 +108,9 @@ _HINTS = [
      "a torch.Generator is made inside of the compiled function: expected one that is made outside of it"),
     (r"numel\(\) on tensor with symbolic sizes",
      "torch's dropout takes no symbols for sizes in a gradient: expected dynamic=False, and a compilation for each size"),
+    (r"DynamicLayer\.cpp",  # torch's own assertion, where it goes on after a break
+     "the graph breaks inside of a gradient, as by a branch on values in forward, and torch cannot go on from there: expected "
+     "a step that is one graph, or no compile; fullgraph=True names the line"),
     (r"`disallow_in_graph`", "torch.func.linearize cannot be compiled: expected torch.func.jvp or fs.hvp"),
 ]  # fmt: skip
 """torch's words, and what to do. Pinned by ``test_compile_errors_say_what_to_do``."""

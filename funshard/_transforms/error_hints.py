@@ -5,10 +5,11 @@ The error stays torch's own, with its type and traceback, so that what catches i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import TypeVar
 
@@ -89,11 +90,26 @@ def add_cast_hint(error: E, model: nn.Module, spec: PartitionSpec) -> E:
     return _add_note(error, hint)
 
 
-def add_compile_hint(error: E, compile_error: BaseException) -> E:
-    """Return an error, with a note that says what to do if torch.compile has raised ``compile_error`` because of it."""
-    if find_hint(add_hints(error)) or not (hint := _torch.find_compile_hint(compile_error)):
-        return error
-    return _add_note(error, hint)
+@contextlib.contextmanager
+def explain_compile_errors(where: str = "") -> Generator[None]:
+    """Run what torch.compile has made. Raise the program's own errors where Dynamo replaces them, and add notes on what to do.
+
+    ``where`` begins the note of an error in compiling.
+    """
+    try:
+        with _torch.compiled_code():
+            yield
+    except Exception as error:
+        raised = _torch.find_traced_error(error) or error
+        hint = "" if find_hint(add_hints(raised)) else _torch.find_compile_hint(error)
+        if where and _torch.is_compile_error(error) and not find_hint(raised):
+            expected = "expected a forward that torch.compile takes (with fullgraph=True as one graph), or no compile"
+            hint = f"{where}: {hint or expected}"
+        if hint:
+            _add_note(raised, hint)
+        if raised is error:
+            raise
+        raise raised from error
 
 
 def find_hint(error: BaseException) -> str:

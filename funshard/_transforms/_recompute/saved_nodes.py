@@ -47,6 +47,16 @@ def find_saved(nodes: Iterable[Node], remat: Remat) -> Iterator[Node]:
                 yield node
 
 
+def _refuse_second_derivative(path: str, _: object) -> None:
+    """Raise RuntimeError in a backward that records a graph: torch may take a second derivative of compiled code for zero."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"module '{path}' with P(compile=True): a gradient with create_graph=True, outside or inside of its forward, "
+            "differentiates compiled code twice, which torch cannot: expected fs.hvp or torch.func, which run it without "
+            "compilation, or no compile for this unit"
+        )
+
+
 class GraphPass(CustomGraphPass):
     """A pass of inductor: a change of a graph in place, with the key of what inductor caches, None for nothing."""
 
@@ -65,21 +75,18 @@ class GraphPass(CustomGraphPass):
 class UnitBackend:
     """A backend of torch.compile, which saves for backward what a `Remat` saves; None for what torch chooses.
 
-    ``make_prehook`` returns, for a run of the code, what to call before its backward, which nobody differentiates. ValueError
-    for options of inductor for its own passes.
+    ValueError for options of inductor for its own passes.
     """
 
+    path = ""
+    """The module that runs, which errors of its backward name."""
+
     def __init__(
-        self,
-        backend: str | Callable[..., Any],
-        options: dict[str, Any],
-        kwargs: dict[str, Any],
-        remat: Remat | None,
-        make_prehook: Callable[[], Callable[[Any], None]],
+        self, backend: str | Callable[..., Any], options: dict[str, Any], kwargs: dict[str, Any], remat: Remat | None
     ) -> None:
         for name in {_FIRST_PASS, _LAST_PASS} & options.keys():
             raise ValueError(f"Compile: options: expected no {name!r}, which is where passes over the graph are made")
-        self._backend, self._options, self._kwargs, self._make_prehook = backend, options, kwargs, make_prehook
+        self._backend, self._options, self._kwargs = backend, options, kwargs
         code = get_hash_for_files((__file__,))
         self._passes: dict[str, GraphPass] = {}
         if remat is not None:
@@ -94,7 +101,7 @@ class UnitBackend:
         def run(*args: Any) -> Any:
             out = code(*args)
             for node in {x.grad_fn for x in out if isinstance(x, Tensor) and x.grad_fn is not None}:
-                node.register_prehook(self._make_prehook())
+                node.register_prehook(functools.partial(_refuse_second_derivative, self.path))
             return out
 
         return run
