@@ -83,18 +83,18 @@ def compile(
         )
     donated_indices = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if torch.compiler.is_compiling():  # a part of the graph that is being traced
-        return cast("Step", lambda *args, **kwargs: _run_inside(step, donated_indices, *args, **kwargs))
+        return cast("Step", lambda *args, **kwargs: _run_step(step, donated_indices, *args, **kwargs))
     if mode or options:
         check_names("compile", "inductor", mode, options or {})
     inductor_options = {**(_torch.inductor_modes()[mode] if mode else {}), **(options or {})}
     compiler = _make_backend(backend, prefetch, in_flight, inductor_options)
 
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, str]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         return _run_step(step, donated_indices, *args, **kwargs)
 
-    runs: weakref.WeakKeyDictionary[Any, Callable[..., tuple[Any, str]]] = weakref.WeakKeyDictionary()
+    runs: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
-    def find_run() -> Callable[..., tuple[Any, str]]:
+    def find_run() -> Callable[..., Any]:
         """Return what is compiled for this default process group: a graph knows groups by their names alone."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else compiler
         if world not in runs:  # Dynamo counts recompiles by code object, so every compiled step needs its own
@@ -106,7 +106,7 @@ def compile(
     @functools.wraps(step)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _run_inside(step, donated_indices, *args, **kwargs)
+            return _run_step(step, donated_indices, *args, **kwargs)
         if _torch.current_level():
             raise RuntimeError(
                 "compile: the compiled step is called inside of a torch.func transform, in which torch runs no compiled code: "
@@ -119,19 +119,19 @@ def compile(
             )
         donated = _check_donated(args, donated_indices)
         with explain_compile_errors(), RUNNING.set(regions=[]):
-            out, problem = find_run()(*args, **kwargs)
+            out = find_run()(*args, **kwargs)
         seen = Counter(_torch.storage_id(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if any(seen[storage] > count for storage, count in donated.items()):
-            problem = "compile: a result is, or is a view of, a donated tensor, which was written to: return a clone of it"
-        if problem:
-            raise ValueError(problem)
+            raise ValueError(
+                "compile: a result is, or is a view of, a donated tensor, which was written to: return a clone of it"
+            )
         return out
 
     return cast("Step", compiled)
 
 
-def _run_step(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, **kwargs: Any) -> tuple[Any, str]:
-    """Run the step and return its results, written into the donated tensors, and an error message for `compiled` to raise."""
+def _run_step(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+    """Run the step and return its results, written into the donated tensors; ValueError for an argument that no result fits."""
     with torch.no_grad():
         out = step(*args, **kwargs)
         results = list(out) if isinstance(out, tuple) else [out]
@@ -145,22 +145,14 @@ def _run_step(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: 
                 if j not in used and tree == other and all(map(_can_write_into, old, new)):
                     break
             else:
-                return out, f"compile: donated argument {i}: expected a result with its tree, shapes and dtypes, got none"
+                raise ValueError(f"compile: donated argument {i}: expected a result with its tree, shapes and dtypes, got none")
             used.append(j)
             results[j] = args[i]
             # A value that is another donated tensor is to be read before that is written to.
             writes += [(into, x.clone() if x in given else x) for into, x in zip(old, new, strict=True) if x is not into]
         for into, value in writes:
             _torch.write_into(into, value)
-    return (tuple(results) if isinstance(out, tuple) else results[0]), ""
-
-
-def _run_inside(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
-    """Return the results of the step inside of another function that torch.compile traces, whose schedule holds."""
-    out, problem = _run_step(step, donate_argnums, *args, **kwargs)
-    if problem:
-        raise ValueError(problem)
-    return out
+    return tuple(results) if isinstance(out, tuple) else results[0]
 
 
 def _can_write_into(old: Any, new: Any) -> bool:
