@@ -34,7 +34,7 @@ from .._wire.flow import (
 from .._wire.host import check_host_resident, compute_device, copy_to_host, move
 from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names, StartStep
-from ..collectives._agree import check_sequence, leave_to_next_call
+from ..collectives._agree import check_sequence
 
 # --- Gathers of whole units that overlap with the use of the units before ---
 
@@ -200,8 +200,9 @@ def stream_full(
 ) -> Generator[tuple[str, Tensor]]:
     """Return an iterator over the full parameters, as ``(name, tensor)``, that gathers ahead.
 
-    All ranks iterate to the same end. Units come in the order of their first parameter in the model. The tensors have no
-    derivative. They may be views of a unit's buffer, which lives as long as one of them: clone those that you keep.
+    All ranks iterate. One that ends early gathers the rest all the same: choose a part by ``names``. Units come in the order
+    of their first parameter in the model. The tensors have no derivative. They may be views of a unit's buffer, which lives
+    as long as one of them: clone those that you keep.
 
     Args:
         shards: As for `unshard`. Do not modify them before the end.
@@ -214,8 +215,7 @@ def stream_full(
 
     Raises:
         ValueError: As `unshard`, and for a name or glob that matches nothing.
-        RuntimeError: Inside a transform of torch.func; for a modified shard; where ranks stream different parameters. If they
-            end early at different ones, the next call raises it.
+        RuntimeError: Inside a transform of torch.func; for a modified shard; where ranks stream different parameters.
 
     Example:
         >>> import torch, funshard as fs
@@ -251,21 +251,15 @@ def stream_full(
 
     def stream() -> Generator[tuple[str, Tensor]]:
         gathers = gather_units(shards, ordered, mesh, to_first=rank0_only, dtype=dtype, limit=2 * size)
-        used = 0
         try:
             for unit, buffer in gathers:
-                used += 1
                 if buffer is not None:
                     buffer = apply_options(buffer, unit, mesh)
                     yield from _iter_params(buffer, shards[unit.key], unit, mesh, wanted[unit.key], dtype, offload_to_cpu)
             for name in (name for name in ignored if receives and name in chosen):
                 yield name, copy_if_shared(shards[name].detach(), shards[name], dtype, offload_to_cpu)
         finally:
-            if rank0_only:  # the other ranks, which get nothing to stop at, send all of it
-                deque(gathers, maxlen=0)
-            gathers.close()  # what is in flight ends in the background, and the next gather waits for it
-            if not rank0_only:
-                _start_end_check(used, ordered, mesh)
+            deque(gathers, maxlen=0)  # a rank that ends early sends the rest to those that do not
 
     return stream()
 
@@ -333,21 +327,6 @@ def copy_if_shared(tensor: Tensor, source: Tensor, dtype: torch.dtype | None, of
     with torch.no_grad():
         tensor = tensor.to("cpu" if offload_to_cpu else tensor.device, find_result_dtype(tensor.dtype, dtype))
         return tensor.clone() if _torch.shares_storage(tensor, source) else tensor
-
-
-def _start_end_check(used: int, units: Sequence[Unit], mesh: Mesh) -> None:
-    """Start to compare how many units each rank has used. The next call waits for it: this rank may be about to raise."""
-    try:
-        mesh.check_groups()
-    except RuntimeError:  # the stream outlived its process groups
-        return
-    where = f"after {used} of {len(units)} units" + (f", the last one '{units[used - 1].key}'" if used else "")
-    groups = find_gather_groups(units, mesh)
-    remedy = (
-        "Expected all ranks to use parameters up to the same one: leave the loop where all ranks do, or with rank0_only=True, "
-        "where the first rank alone may leave"
-    )
-    leave_to_next_call(f"the end of stream_full {where}", groups, "ranks have ended a stream early", remedy)
 
 
 # --- All full parameters at once, and from one rank ---

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import pickle
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
@@ -195,8 +194,6 @@ class OrderCheck:
         self._is_on, self.compares_each = is_on, False  # the latter where no end will be seen
         self._started: dict[str, list[str]] = {}  # names by process group, since ranks last compared them
         self._pending: list[Comparison] = []  # at most one for each process group
-        if is_on:
-            _finish_earlier_comparisons()
 
     def record(self, groups: Iterable[str], name: str) -> None:
         """Record that a collective of this name is started on these process groups."""
@@ -239,22 +236,7 @@ def check_sequence(
 ) -> None:
     """Compare the names of the collectives that each rank of a process group is about to start, unless nothing is sent."""
     if not (_torch.is_tracing() or _torch.is_fake(sent)) and is_comparable(group):
-        _finish_earlier_comparisons()
         _compare_order(names, group, error=error, remedy=remedy).finish()
-
-
-_UNFINISHED: deque[Comparison] = deque()
-"""Comparisons that the next call is to wait for, such as that of a stream's end."""
-
-
-def leave_to_next_call(line: str, groups: Iterable[str], error: str, remedy: str) -> None:
-    """Start to compare a line on these process groups, and have the next call of this rank wait for it."""
-    _UNFINISHED.extend(_compare_order([line], group, error=error, remedy=remedy) for group in groups if is_comparable(group))
-
-
-def _finish_earlier_comparisons() -> None:
-    while _UNFINISHED:
-        _UNFINISHED.popleft().finish()
 
 
 # --- Ranks have the same spec, and the same values ---
