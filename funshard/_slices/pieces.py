@@ -80,8 +80,6 @@ def slice_pieces(unit: Unit, spec: PartitionSpec, at: Sequence[int]) -> Iterator
 
 # --- A slice without its padding: a sum over elements counts those of parameters alone ---
 
-Ranges = tuple[tuple[int, int], ...]
-
 
 def map_unpadded(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *slices: Tensor) -> Tensor:
     """Apply an elementwise ``f`` to slices of a unit, and leave out the padding, whatever its values are.
@@ -91,20 +89,20 @@ def map_unpadded(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *sli
     if spec.bound_mesh.is_simulated:
         mask = padding_mask(unit, spec, slices[0].device)
         return torch.where(mask, 0, f(*(torch.where(mask, 1, x) for x in slices)))
-    ranges = spec._compute_once(_parameter_ranges)[unit.key]
+    ranges = spec._compute_once(_merged_ranges)[unit.key]
     if len(ranges) != 1:
         return f(*(torch.cat([x[low:high] for low, high in ranges]) for x in slices))
     ((low, high),) = ranges
     return f(*(x if len(x) == high - low else x[low:high] for x in slices))
 
 
-def zero_padding(piece: Tensor, unit: Unit, spec: PartitionSpec, rank: int | None = None) -> Tensor:
-    """Return this rank's slice, or ``rank``'s, with its padding set to 0: the same tensor if it has none."""
+def zero_padding(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Tensor:
+    """Return this rank's slice with its padding set to 0: the same tensor if it has none."""
     if unit.numel == spec.padded_numel(unit):
         return piece
-    if rank is None and spec.bound_mesh.is_simulated:
+    if spec.bound_mesh.is_simulated:
         return torch.where(padding_mask(unit, spec, piece.device), 0, piece)
-    ranges = spec._compute_once(_parameter_ranges, rank)[unit.key]
+    ranges = spec._compute_once(_merged_ranges)[unit.key]
     if sum(high - low for low, high in ranges) == len(piece):
         return piece
     out = torch.zeros_like(piece)
@@ -113,18 +111,16 @@ def zero_padding(piece: Tensor, unit: Unit, spec: PartitionSpec, rank: int | Non
     return out
 
 
-def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: int | None = None) -> Tensor:
-    """Return which elements of this rank's slice, or ``rank``'s, are padding: bool, as long as the slice."""
-    return scatter_values([param is None for _, param in unit.parts], True, unit, spec, device, rank)
+def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device) -> Tensor:
+    """Return which elements of this rank's slice are padding: bool, as long as the slice."""
+    return scatter_values([param is None for _, param in unit.parts], True, unit, spec, device)
 
 
-def scatter_values(
-    values: Sequence[int], rest: int, unit: Unit, spec: PartitionSpec, device: torch.device, rank: int | None = None
-) -> Tensor:
-    """Return this rank's slice, or ``rank``'s, of a buffer that has a value for each part of the unit, and for the rest."""
+def scatter_values(values: Sequence[int], rest: int, unit: Unit, spec: PartitionSpec, device: torch.device) -> Tensor:
+    """Return this rank's slice of a buffer that has a value for each part of the unit, and for the rest."""
     sizes = [*(size for size, _ in unit.parts), spec.padded_numel(unit) - unit.span]
     whole = [torch.full((size,), value, device=device) for size, value in zip(sizes, (*values, rest), strict=True)]
-    return scatter_unit(torch.cat(whole), unit, spec.bound_mesh, rank)
+    return scatter_unit(torch.cat(whole), unit, spec.bound_mesh)
 
 
 def split_by_param(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Iterator[tuple[Param, Tensor]]:
@@ -148,8 +144,27 @@ def param_ranges(unit: Unit, spec: PartitionSpec) -> tuple[tuple[str, int, int],
 
 
 def _ranges_by_unit(spec: PartitionSpec) -> dict[str, tuple[tuple[str, int, int], ...]]:
-    pieces = {unit.key: slice_pieces(unit, spec, _own_coords(unit, spec)) for unit in spec}
+    pieces = {unit.key: slice_pieces(unit, spec, slice_coords(unit, spec)) for unit in spec}
     return {key: tuple((piece.param.name, piece.low, piece.high) for piece in some) for key, some in pieces.items()}
+
+
+def _merged_ranges(spec: PartitionSpec) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Return by unit key where parameters lie in this rank's slice: neighbours as one range, and at least one range."""
+    out: dict[str, tuple[tuple[int, int], ...]] = {}
+    for unit in spec:
+        ranges: list[tuple[int, int]] = []
+        for _, low, high in param_ranges(unit, spec):
+            if ranges and ranges[-1][1] == low:
+                ranges[-1] = ranges[-1][0], high
+            elif high > low:
+                ranges.append((low, high))
+        out[unit.key] = tuple(ranges) or ((0, 0),)
+    return out
+
+
+def slice_coords(unit: Unit, spec: PartitionSpec, rank: int | None = None) -> tuple[int, ...]:
+    """Return this rank's coordinates, or ``rank``'s; zeros for an unsplit unit, because the mesh may not know its rank."""
+    return rank_coords(spec.bound_mesh, rank) if unit.p.axes else (0,) * len(spec.bound_mesh.axes)
 
 
 def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> None:
@@ -160,22 +175,3 @@ def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> N
             f"unit '{unit.key}': expected this rank's slice of {spec.shard_numel(unit)} elements, got shape "
             f"{list(tensor.shape)}; is it of another spec or another mesh?"
         )
-
-
-def _own_coords(unit: Unit, spec: PartitionSpec, rank: int | None = None) -> tuple[int, ...]:
-    """Return this rank's coordinates, or ``rank``'s; zeros for an unsplit unit, because the mesh may not know its rank."""
-    return rank_coords(spec.bound_mesh, rank) if unit.p.axes else (0,) * len(spec.bound_mesh.axes)
-
-
-def _parameter_ranges(spec: PartitionSpec, rank: int | None = None) -> dict[str, Ranges]:
-    """Return by unit key where parameters lie in a rank's slice: neighbours as one range, and at least one range."""
-    out: dict[str, Ranges] = {}
-    for unit in spec:
-        ranges: list[tuple[int, int]] = []
-        for piece in slice_pieces(unit, spec, _own_coords(unit, spec, rank)):
-            if ranges and ranges[-1][1] == piece.low:
-                ranges[-1] = ranges[-1][0], piece.high
-            elif piece.high > piece.low:
-                ranges.append((piece.low, piece.high))
-        out[unit.key] = tuple(ranges) or ((0, 0),)
-    return out

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .._core.checks import bind_spec, check_mapping
-from .._core.layout import Params, from_memory_order, rank_coords
+from .._core.layout import Params, from_memory_order
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, global_shape
 from .._wire.flow import flatten_global, scatter_global
-from .pieces import check_slice, slice_pieces
+from .pieces import check_slice, slice_coords, slice_pieces
 
 CHUNK = 1 << 16
 """The number of counters drawn at once: four elements each, and some 20 times their memory meanwhile."""
@@ -99,8 +99,7 @@ def _draw_like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor
         drawn = _draw_ranges([(param.name, 0, param.numel) for param in params], seed, draw, tensor)
         full = {param.name: from_memory_order(x, param) for x, param in zip(drawn, params, strict=True)}
         return scatter_global(flatten_global(full, owner, spec), owner, mesh, rank)
-    at = rank_coords(mesh, rank) if owner.p.axes else (0,) * len(mesh.axes)
-    found = [*slice_pieces(owner, spec, at)]
+    found = [*slice_pieces(owner, spec, slice_coords(owner, spec, rank))]
     drawn = _draw_ranges([(p.param.name, p.begin, p.begin + p.high - p.low) for p in found], seed, draw, tensor)
     parts: list[Tensor] = []
     end = 0
