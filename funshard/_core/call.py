@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .checks import bind_spec, check_full, check_params, check_shards, find_full_params
-from .flow import ReduceBy, Reduction, resolve_reduction, scatter_unit, unshard_unit
+from .flow import ReduceBy, Reduction, resolve_reduction, scatter_along, unshard_unit
 from .layout import Params, flatten_unit, unflatten_unit
 from .spec import PartitionSpec
 from .unit import P
@@ -28,7 +28,8 @@ def shard(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec
         model_or_params = {name: x.detach() for name, x in model_or_params.named_parameters(remove_duplicate=False)}
     check_full(model_or_params, spec)
     full, mesh = model_or_params, spec.bound_mesh
-    return {unit.key: scatter_unit(flatten_unit(full, unit, spec.padded_numel(unit)), unit, mesh, rank) for unit in spec}
+    buffers = {unit.key: flatten_unit(full, unit, spec.padded_numel(unit)) for unit in spec}
+    return {unit.key: scatter_along(buffers[unit.key], unit.p.axes, mesh, rank) for unit in spec}
 
 
 def unshard(shards: Mapping[str, Tensor], spec: PartitionSpec, *, reduce: ReduceBy = "mean") -> Params:

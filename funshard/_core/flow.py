@@ -1,4 +1,4 @@
-"""unshard_unit and scatter_unit: a unit's buffer from its slices and back, with the reduction of gradients as transpose."""
+"""unshard_unit and scatter_along: a unit's buffer from its slices and back, with the reduction of gradients as transpose."""
 
 from __future__ import annotations
 
@@ -141,10 +141,10 @@ def _divide_grad(x: Tensor, divisor: float) -> Tensor:
     return x if divisor == 1 else LinearFunction.apply(x, None, linear_map(lambda x: x, lambda grad: grad / divisor))
 
 
-def scatter_unit(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
-    """Return this rank's (or ``rank``'s) slice of a unit's full buffer, equal on all ranks. Inverse of `unshard_unit`."""
+def scatter_along(buffer: Tensor, axes: Iterable[str], mesh: Mesh, rank: int | None = None) -> Tensor:
+    """Return this rank's (or ``rank``'s) slice, along axes from the outermost on, of a buffer that is equal on all ranks."""
     at = {} if rank is None else dict(zip(mesh.names, rank_coords(mesh, rank), strict=True))
-    for name in unit.p.axes:
+    for name in axes:
         buffer = take_slice(buffer, mesh[name], at.get(name))
     return buffer
 

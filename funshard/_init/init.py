@@ -19,6 +19,7 @@ from .. import _torch
 from .._call.buffers import copy_buffer
 from .._call.module_state import calling_thread, restore_modules
 from .._core.checks import bind_spec
+from .._core.flow import scatter_along
 from .._core.layout import Params, to_memory_order, unflatten_unit
 from .._core.mesh import has_peers
 from .._core.spec import PartitionSpec, abridge
@@ -27,7 +28,7 @@ from .._core.unit import Unit, global_shape
 from .._sharding.sharding import check_rank, collect_full_params, hash_bits
 from .._spec.table import log_spec
 from .._torch.modules import find_reset
-from .._wire.flow import flatten_global, scatter_global, store_slice
+from .._wire.flow import flatten_global, store_slice
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 
 InitFn = Callable[[nn.Module], object]
@@ -363,7 +364,8 @@ def _init_units(
         values.fill({slots[name]: x for name, x in by_name.items()})
         if compared:
             digests.extend(hash_bits(to_memory_order(x, param)).cpu() for x, param in zip(full, unit.params, strict=True))
-        return scatter_global(flatten_global(by_name, unit, spec) if unit.local_axes else buffer, unit, mesh, rank)
+        buffer = flatten_global(by_name, unit, spec) if unit.local_axes else buffer
+        return scatter_along(buffer, unit.distinct_axes, mesh, rank)
 
     out = {unit.key: store_slice(init_slice(unit), unit, mesh) for unit in spec}
     digest = torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)

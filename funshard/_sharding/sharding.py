@@ -20,7 +20,7 @@ from .._core.checks import (
     find_full_params,
     take_full_params,
 )
-from .._core.flow import ReduceBy, Reduction, resolve_reduction
+from .._core.flow import ReduceBy, Reduction, resolve_reduction, scatter_along
 from .._core.layout import Params, flatten_unit, rank_coords, to_memory_order, unflatten_unit
 from .._core.mesh import Mesh, has_peers
 from .._core.spec import PartitionSpec
@@ -34,7 +34,6 @@ from .._wire.flow import (
     flatten_global,
     reduce_slice,
     reduce_unit,
-    scatter_global,
     store_slice,
     unflatten_global,
     unshard_global,
@@ -108,7 +107,7 @@ def shard(
     for unit in spec:
         if src is None:
             assert full is not None
-            piece = scatter_global(flatten_global(full, unit, spec), unit, mesh, rank)
+            piece = scatter_along(flatten_global(full, unit, spec), unit.distinct_axes, mesh, rank)
         else:
             piece = scatter_from(full, unit, spec, src)
         out[unit.key] = store_slice(piece, unit, mesh)
@@ -274,7 +273,7 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
             gathered.add(key)
             full |= _unshard_params(shards[key], spec.by_key[key], spec.bound_mesh, Reduction(), as_stored=True)
         buffer = flatten_global(full, unit, new_spec)
-        out[unit.key] = store_slice(scatter_global(buffer, unit, new_mesh), unit, new_mesh)
+        out[unit.key] = store_slice(scatter_along(buffer, unit.distinct_axes, new_mesh), unit, new_mesh)
         for old in (key for key in names[unit.key] if last[key] == unit.key):
             for param in spec.by_key[old].params:
                 del full[param.name]

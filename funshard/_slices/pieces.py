@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._core.checks import bind_spec, check_buffers
-from .._core.flow import scatter_unit
+from .._core.flow import scatter_along
 from .._core.layout import Params, rank_along, rank_coords
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
@@ -120,7 +120,7 @@ def scatter_values(values: Sequence[int], rest: int, unit: Unit, spec: Partition
     """Return this rank's slice of a buffer that has a value for each part of the unit, and for the rest."""
     sizes = [*(size for size, _ in unit.parts), spec.padded_numel(unit) - unit.span]
     whole = [torch.full((size,), value, device=device) for size, value in zip(sizes, (*values, rest), strict=True)]
-    return scatter_unit(torch.cat(whole), unit, spec.bound_mesh)
+    return scatter_along(torch.cat(whole), unit.p.axes, spec.bound_mesh)
 
 
 def split_by_param(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Iterator[tuple[Param, Tensor]]:

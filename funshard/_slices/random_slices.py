@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from .._core.checks import bind_spec, check_mapping
+from .._core.flow import scatter_along
 from .._core.layout import Params, from_memory_order
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, global_shape
-from .._wire.flow import flatten_global, scatter_global
+from .._wire.flow import flatten_global
 from .pieces import check_slice, slice_coords, slice_pieces
 
 CHUNK = 1 << 16
@@ -98,7 +99,7 @@ def _draw_like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor
         params = [dataclasses.replace(param, shape=global_shape(param, sizes)) for param in owner.params]
         drawn = _draw_ranges([(param.name, 0, param.numel) for param in params], seed, draw, tensor)
         full = {param.name: from_memory_order(x, param) for x, param in zip(drawn, params, strict=True)}
-        return scatter_global(flatten_global(full, owner, spec), owner, mesh, rank)
+        return scatter_along(flatten_global(full, owner, spec), owner.distinct_axes, mesh, rank)
     found = [*slice_pieces(owner, spec, slice_coords(owner, spec, rank))]
     drawn = _draw_ranges([(p.param.name, p.begin, p.begin + p.high - p.low) for p in found], seed, draw, tensor)
     parts: list[Tensor] = []

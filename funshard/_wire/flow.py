@@ -17,15 +17,15 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.checks import take_full_params
-from .._core.flow import REDUCE_MEAN, Reduction, count_ranks, scatter_unit
-from .._core.layout import flatten_unit, rank_coords, unflatten_unit
+from .._core.flow import REDUCE_MEAN, Reduction, count_ranks
+from .._core.layout import flatten_unit, unflatten_unit
 from .._core.mesh import Axis, Mesh, Simulated
 from .._core.ops import LinearFunction, linear_map
 from .._core.spec import PartitionSpec
 from .._core.unit import LocalDims, Unit
 from .._spec.codec import pack_bytes, storage_codec
 from .._spec.precision import precision_of
-from ..collectives._functions import gather_slices, reduce_scatter, scatter, unvary
+from ..collectives._functions import gather_slices, reduce_scatter, unvary
 from .accumulation import drop_unweighted
 from .host import HOST, place_slice
 from .route import Route
@@ -276,11 +276,3 @@ def transpose_options(grads: list[Tensor], unit: Unit, mesh: Mesh) -> list[Tenso
     named = {param.name: grad for param, grad in zip(unit.params, grads, strict=True)}
     buffer = flatten_unit(named, unit, unit.padded_numel(count_ranks(unit.p.axes, mesh)))
     return unflatten_unit(run_stages(buffer, stages, mesh, gathers=False), unit)
-
-
-def scatter_global(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
-    """Return this rank's (or ``rank``'s) slice of a unit's global buffer, equal on all ranks. Inverse of `unshard_global`."""
-    at = dict(zip(mesh.names, rank_coords(mesh, rank), strict=True)) if rank is not None else {}
-    for name in unit.local_axes:
-        buffer = scatter(buffer, mesh[name], rank=at.get(name))
-    return scatter_unit(buffer, unit, mesh, rank)

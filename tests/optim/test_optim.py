@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 import funshard as fs
-from funshard._core.flow import scatter_unit
+from funshard._core.flow import scatter_along
 from funshard.optim import clip_by_global_norm, global_norm, vdot
 
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).double()
@@ -276,7 +276,7 @@ def test_vdot_of_full_tensors_some_units_and_nothing() -> None:
 def poisoned(spec: fs.PartitionSpec, full: fs.Params, value: float) -> fs.Params:
     """This rank's shards, with a value where there is padding."""
     filled = fs.flatten({name: torch.ones_like(x) for name, x in full.items()}, spec)
-    own = {unit.key: scatter_unit(filled[unit.key], unit, spec.bound_mesh) for unit in spec}
+    own = {unit.key: scatter_along(filled[unit.key], unit.p.axes, spec.bound_mesh) for unit in spec}
     return {key: torch.where(own[key] == 0, value, x) for key, x in fs.shard(full, spec).items()}
 
 
