@@ -28,7 +28,7 @@ def host_bytes(tensor: Tensor) -> memoryview:
 def overwrite(target: Tensor, source: Tensor) -> None:
     """Write values into a tensor, as kernels do with buffers: torch.func refuses ``copy_`` to what was made outside of it.
 
-    Where vmap has batched one of them, ``copy_`` decides. Pinned by ``test_buffers_of_recomputed_modules``.
+    Where vmap has batched one of them, ``copy_`` decides. Pinned by ``test_pure_form``.
     """
     if is_batched(target) or is_batched(source):
         target.copy_(source.detach())
