@@ -1,9 +1,12 @@
-"""The tests' own helpers: an assertion of a rank is its test's, and what a run leaves out is in a slice."""
+"""The tests' own helpers: an assertion of a rank is its test's, a pool that met a timeout goes, what is left out is in a slice."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import time
+from unittest import mock
 
 import pytest
 import ranks
@@ -12,6 +15,30 @@ from depth import at_most, choose, covering, each, mark_seldom, seldom, split
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool
+
+
+def process_and_word(rank: int, word: str, seconds: float) -> tuple[int, str]:
+    time.sleep(seconds)
+    return os.getpid(), word
+
+
+@at_most(1)
+@pytest.mark.parametrize("ends_by", [KeyboardInterrupt, "no answer"])
+def test_a_pool_that_met_a_timeout_is_thrown_away(
+    gloo2: Pool, monkeypatch: pytest.MonkeyPatch, ends_by: type[BaseException] | str
+) -> None:
+    """By the test's own timeout, which is raised while it waits, or by a rank's: the next test is not answered in its place."""
+    before = gloo2.run(process_and_word, "before", 0)
+    with monkeypatch.context() as patched:
+        if isinstance(ends_by, str):
+            patched.setattr(ranks, "TIMEOUT", 0.1)
+        else:
+            patched.setattr(ranks, "wait", mock.Mock(side_effect=ends_by("interrupted")))
+        with pytest.raises((KeyboardInterrupt, AssertionError), match=r"no answer|interrupted"):
+            gloo2.run(process_and_word, "late", 1.0)
+    after = gloo2.run(process_and_word, "after", 0)
+    assert [word for _, word in after] == ["after"] * 2
+    assert {process for process, _ in after}.isdisjoint(process for process, _ in before)
 
 
 @pytest.mark.parametrize("word", ["right", "wrong"])

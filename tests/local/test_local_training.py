@@ -230,6 +230,19 @@ def test_compressors_on_real_ranks(rank: int, sizes: dict[str, int], options: di
         torch.testing.assert_close(lossy[name], want[name], rtol=1e-9, atol=1e-11)
 
 
+def test_sums_of_float16_do_not_overflow() -> None:
+    """Gradients of local units of 16 bits are divided before they are added, by all ranks that the mean is over."""
+    model = torch.nn.ParameterDict({"w": torch.zeros(2, 8, dtype=torch.float16)})
+    spec = fs.policies.whole(fs.P("shard", local={"expert": 0}))(model)
+    large = torch.finfo(torch.float16).max
+
+    def rank(mesh: Any, own: Tensor) -> Tree:
+        return exact().reduce({"w": own}, (), spec.on(mesh))[0]
+
+    found = fs.testing.spmd(rank, {"expert": 2, "shard": 2})(torch.full((4, 2, 8), large, dtype=torch.float16))
+    assert torch.equal(found[""], torch.full_like(found[""], large / 2))
+
+
 def test_nothing_crosses_a_local_axis() -> None:
     """Of 64 ranks only those along the split axis exchange the gradient."""
     with world(64):
