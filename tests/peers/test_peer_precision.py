@@ -18,7 +18,7 @@ from depth import at_most, depth, each, every
 from hypothesis import given
 from hypothesis import strategies as st
 from models import module_class, refused, unchanged
-from parity import GRADIENTS, HIGHER, MAIN_WAYS, WAYS, shards_of, step_with
+from parity import GRADIENTS, HIGHER, MAIN_WAYS, WAYS, loss_of, shards_of, step_with
 from ranks import mesh_of, real_ranks
 from test_memory import no_collector
 from torch import Tensor, nn
@@ -132,7 +132,7 @@ def test_without_precision_nothing_changes(rank: int) -> None:
         for precision in (None, Precision(), Precision(param=F32, reduce=F32, output=F32, buffer=F32)):
             model, spec, params = of_mlps(p, precision)
             with Dtypes() as log:
-                grads, value = fs.grad_and_value(loss_of(model, spec, batch(rank, 0)))(params)
+                grads, value = fs.grad_and_value(loss_of(model, spec, batch(rank, 0), of=squared))(params)
             results.append((log.ops, log.gathered, log.reduced, grads | {"value": value}))
         for other in results[1:]:
             assert other[:3] == results[0][:3]
@@ -157,10 +157,6 @@ def of_mlps(p: P, precision: Precision | None, dtype: torch.dtype = F32) -> tupl
     model = mlps().to(dtype)
     spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=precision))(model).bound
     return model, spec, fs.shard(model, spec)
-
-
-def loss_of(model: nn.Module, spec: fs.PartitionSpec, x: Tensor, **options: Any) -> Callable[[fs.Params], Tensor]:
-    return lambda q: fs.functional_call(model, q, (x,), spec=spec, **options).float().pow(2).mean()
 
 
 def mean_over_ranks(grad: Tensor, reduce: torch.dtype) -> Tensor:
@@ -300,18 +296,16 @@ STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tup
 OF_STRUCTURES = [None, Precision(param=BF16), Precision(param=BF16, reduce=F32), Precision(param=BF16, reduce=F32, output=F32)]
 
 
-class Structured(nn.Module):
-    def __init__(self, kind: str, seen: list[torch.dtype]) -> None:
-        super().__init__()
-        self.linear, self.kind, self.seen = nn.Linear(16, 16), kind, seen
-
-    def forward(self, s: Any) -> Any:
-        make, take = STRUCTURES[self.kind]
-        x, n = take(s)
-        self.seen.extend((x.dtype, n.dtype))
-        return make(self.linear(x), n)
+def restructured(self: Any, s: Any) -> Any:
+    make, take = STRUCTURES[self.kind]
+    x, n = take(s)
+    self.seen.extend((x.dtype, n.dtype))
+    return make(self.linear(x), n)
 
 
+Structured = module_class(
+    "Structured", lambda kind, seen: {"linear": nn.Linear(16, 16), "kind": kind, "seen": seen}, restructured
+)
 KINDS = [*((kind, False) for kind in STRUCTURES), *((kind, True) for kind in ("namedtuple", "dict", "packed", "ModelOutput"))]
 
 
@@ -349,19 +343,19 @@ def test_structured_input_and_output(rank: int, kind: str, remat: bool, precisio
 
 
 # --- different submodules ---
-RUNS: list[tuple[str, torch.dtype]] = []
+RUNS: list[torch.dtype] = []
 """What each run of a module was given: a global is out of reach of what runs again, which changes everything else once."""
 
 
 class Saved(nn.Module):
     """The ``SaveForwardInputsModule`` of torch's tests, which can cast by itself."""
 
-    def __init__(self, name: str, casts: bool) -> None:
+    def __init__(self, casts: bool) -> None:
         super().__init__()
-        self.l, self.name, self.casts = nn.Linear(10, 10), name, casts
+        self.l, self.casts = nn.Linear(10, 10), casts
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        RUNS.extend((self.name, given.dtype) for given in (x, y) if given is not None)
+        RUNS.extend(given.dtype for given in (x, y) if given is not None)
         out = self.l(x.to(self.l.weight.dtype) if self.casts else x)
         return out if y is None else out * y
 
@@ -369,10 +363,10 @@ class Saved(nn.Module):
 class SavedModel(nn.Module):
     def __init__(self, casts: bool = False) -> None:
         super().__init__()
-        self.c1, self.c2 = Saved("c1", casts), Saved("c2", casts)
+        self.c1, self.c2 = Saved(casts), Saved(casts)
 
     def forward(self, x: Tensor) -> Tensor:
-        RUNS.append(("model", x.dtype))
+        RUNS.append(x.dtype)
         return self.c2(self.c1(x))
 
     def with_more(self, x: Tensor) -> Tensor:
@@ -418,36 +412,16 @@ def test_float16_on_one_submodule(rank: int, name: str) -> None:
             step(fs.shard(model, spec))
         else:  # a unit of its own without precision keeps its parameters
             refused(RuntimeError, "must have the same dtype", lambda: step(fs.shard(model, spec)))
-        assert tuple(dtype for _, dtype in RUNS) == seen
-
-
-@every(way=MAIN_WAYS, output=[None, F32])
-def test_recomputation_sees_the_same_casts(output: torch.dtype | None, way: str) -> None:
-    """``test_checkpoint_recompute_casts_forward_inputs`` and ``..._outputs``: P(remat=True)."""
-    model, p = SavedModel(), P("shard", remat=True, precision=Precision(param=BF16, output=output))
-    after = p if output is None else P("shard", precision=Precision(param=F32))
-    spec = fs.by_path({"c1": p, "c2": after})(model)
-    loss = lambda q: fs.functional_call(model, q, (torch.ones(2, 10),), spec=spec).float().sum()  # noqa: E731
-    RUNS.clear()
-    WAYS[way](loss)(fs.shard(model, spec))
-    again = [("c2", BF16), ("c2", BF16)] if output is None else [("c2", F32)]
-    assert sorted(RUNS, key=str) == [("c1", BF16), ("c1", BF16), *again, ("model", F32)]
+        assert tuple(RUNS) == seen
 
 
 # --- normalisation ---
-def norm_model(kind: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    norms: dict[str, nn.Module] = {"layer": nn.LayerNorm(16), "batch": nn.BatchNorm1d(16), "batch2d": nn.BatchNorm2d(4)}
-    if kind == "batch2d":
-        return nn.Sequential(nn.Unflatten(1, (4, 2, 2)), nn.Conv2d(4, 4, 1), norms[kind], nn.Flatten(), nn.Linear(16, 4))
-    return nn.Sequential(nn.Linear(16, 16), norms[kind], nn.Linear(16, 4))
-
-
-@every(param=[BF16, F16], kind=["layer", "batch", "batch2d"])
+@every(param=[BF16, F16], norm=[nn.LayerNorm, nn.BatchNorm1d])
 @real_ranks(2)
-def test_norm_modules(rank: int, kind: str, param: torch.dtype) -> None:
+def test_norm_modules(rank: int, norm: type[nn.Module], param: torch.dtype) -> None:
     """``test_norm_modules_bf16`` and ``..._fp16``: with buffers cast as parameters are."""
-    model = norm_model(kind)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), norm(16), nn.Linear(16, 4))
     spec = fs.policies.whole(P("shard", precision=Precision(param=param, reduce=F32, buffer=param)))(model)
     reference = copy.deepcopy(model)
     for module in reference.modules():
@@ -473,23 +447,12 @@ def test_clamp_reduce_dtype() -> None:
     with world(4):
         model, spec, params = of_mlps(P("shard"), Precision(param=BF16, reduce=BF16), BF16)
         with Dtypes() as log:
-            grads = fs.grad(loss_of(model, spec, batch(0, 0)))({k: p.float() for k, p in params.items()})
+            grads = fs.grad(loss_of(model, spec, batch(0, 0), of=squared))({k: p.float() for k, p in params.items()})
         assert (set(log.gathered), set(log.reduced)) == ({BF16}, {BF16})
         assert {g.dtype for g in grads.values()} == {F32}
 
 
 # --- FSDP1 ---
-@real_ranks(2)
-def test_gradients_in_reduced_precision(rank: int) -> None:
-    """``test_grads_reduced_precision``: gradients of low-precision params are low, and the same numbers."""
-    model, spec, params = of_mlps(P("shard"), HALF)
-    loss = loss_of(model, spec, batch(rank, 0))
-    full, low = fs.grad(loss)(params), fs.grad(loss)({k: p.to(F16) for k, p in params.items()})
-    for key, g in full.items():
-        assert (g.dtype, low[key].dtype) == (F32, F16)
-        assert torch.equal(low[key].float(), g)
-
-
 @real_ranks(2)
 def test_full_precision_in_eval(rank: int) -> None:
     """``test_full_precision_in_eval``, ``..._buffers`` and ``..._comm``: another spec for the same shards, and back."""
@@ -538,26 +501,20 @@ def test_ignored_modules_are_not_cast() -> None:
 
 
 # --- memory ---
-class Watched(MLP):
-    """Notes the storage of the weight that it computes with."""
-
-    def __init__(self, storages: list[weakref.ref[Any]]) -> None:
-        super().__init__(16)
-        self.storages = storages
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.storages.append(weakref.ref(_torch.unwrap(self.up.weight).untyped_storage()))
-        return super().forward(x)
-
-
 @each(way=MAIN_WAYS, p=[P("shard"), P()], codec=[False, True])
 def test_cast_and_decoded_parameters_go_after_forward(codec: bool, p: P, way: str) -> None:
     """All but the last unit's, whose buffer may have been another's; also where nothing is gathered. Then that as well."""
     storages: list[weakref.ref[Any]] = []
     alive: list[int] = []
+
+    def note(module: nn.Linear, args: object) -> None:
+        storages.append(weakref.ref(_torch.unwrap(module.weight).untyped_storage()))
+
     precision = Precision(codec=FLOAT8) if codec else Precision(param=BF16)
     with world(4):
-        model = nn.Sequential(*[Watched(storages) for _ in range(5)])
+        model = nn.Sequential(*[MLP(16) for _ in range(5)])
+        for block in model:
+            block.up.register_forward_pre_hook(note)  # one of the block, before its unit runs, would keep the buffer
         spec, params = shards_of(fs.by_path({"*": dataclasses.replace(p, precision=precision)}), model)
 
         def loss(params: fs.Params) -> Tensor:
@@ -703,7 +660,7 @@ def test_codec_on_real_ranks(rank: int, name: str, p: P, param: torch.dtype | No
     _, spec, params = of_mlps(p, Precision(param=param, reduce=F32, codec=codec))
     for way in MAIN_WAYS:
         with Dtypes() as log, unchanged(model):
-            grads, value = WAYS[way](loss_of(model, spec, xs[rank]))(params)
+            grads, value = WAYS[way](loss_of(model, spec, xs[rank], of=squared))(params)
         assert torch.equal(value, results[rank][1])
         same(grads, expected)
         assert set(log.gathered) == ({U8} if p.axes else set())
