@@ -215,6 +215,8 @@ class UnitInUse:
     """The unit where the schedule has gathered it."""
     storages: tuple[int, ...] = ()
     """The buffers, where saved tensors in them are to be replaced."""
+    is_read_ahead: bool = False
+    """Whether it was gathered to be read, and its module has not run with it yet."""
 
 
 def choose_mode(inputs: CallInputs, *, is_inner: bool, replaces: bool) -> Inline:

@@ -37,9 +37,9 @@ _VIEW_ERRORS = ("is a view and is being modified inplace", "another view of its 
 class UnitScopes:
     """The units in use in one call, by the run of a module that gathered them; the first scope is the call's own.
 
-    A unit is gathered when its module is entered (or, used from outside, when first touched), and freed when the module that
-    was running then is left: with ``reshard=True`` at the next gather, and others at the end of the call. To free is to drop
-    the reference: what user code still holds stays readable.
+    A unit is gathered when its module is entered or, used from outside, when first touched, and freed when that module is left,
+    or the one that was running then: with ``reshard=True`` at the next gather, and others at the end of the call. To free is to
+    drop the reference: what user code still holds stays readable.
     """
 
     def __init__(self, mode: Inline, exclude: Callable[[Sequence[Tensor]], None] | None, buffers: Mapping[str, Tensor]) -> None:
@@ -72,6 +72,10 @@ class UnitScopes:
             if gathered in self._pending:
                 self._pending.remove(gathered)
                 self._scopes[-1].append(gathered)
+            elif gathered.is_read_ahead and not is_read:  # its module begins to run, with which it goes
+                next(scope for scope in self._scopes if gathered in scope).remove(gathered)
+                self._scopes[-1].append(gathered)
+            gathered.is_read_ahead &= is_read
             return gathered
         self.free(self._pending)
         if self._written:
@@ -88,6 +92,7 @@ class UnitScopes:
                     _torch.add_gradient_hook(view, functools.partial(_refuse_gradient, self._running, unit.key))
         if self._exclude and not gathered.reshard:
             self._exclude(gathered.views)
+        gathered.is_read_ahead = is_read
         self.active[unit.key] = gathered
         self._scopes[-1].append(gathered)
         return gathered

@@ -132,7 +132,8 @@ def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, **options: int) 
 def test_units_are_freed_between_forward_and_backward(way: str) -> None:
     """Root, one block and the next; after forward the root and the last block; after backward nothing.
 
-    With P(reshard=False) gathered once, all alive after forward, none after backward.
+    Also where a block is read before it runs, as by torch.nn.utils.weight_norm. With P(reshard=False) gathered once, all alive
+    after forward, none after backward.
     """
     with net_of(5) as (model, spec):
         root, block = (spec.padded_numel(spec.by_key[key]) for key in ("", "blocks.0"))
@@ -143,6 +144,9 @@ def test_units_are_freed_between_forward_and_backward(way: str) -> None:
         assert backward_peak <= root + 3 * block
         assert alive.peak_unreduced <= 2 * block
         assert alive.now() == []
+        for one in model.blocks:
+            one.register_forward_pre_hook(lambda one, _: [*map(torch.numel, one.parameters())][:0] or None)
+        assert watched(model, spec, way)[1:3] == (after_forward, forward_peak)
     with net_of(3, reshard=False) as (model, spec):
         alive, after_forward, _, _ = watched(model, spec, way)
         assert len(alive.gathered) == 4

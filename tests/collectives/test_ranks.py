@@ -1,4 +1,4 @@
-"""The tests' own helpers: an assertion of a rank is its test's, a pool that met a timeout goes, what is left out is in a slice."""
+"""The tests' own helpers: a rank's failure is its test's, a pool that met a timeout goes, what is left out is in a slice."""
 
 from __future__ import annotations
 
