@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from cases import same
 from depth import depth, seldom
 from models import refused
 from parity import DERIVATIVES, shards_of
-from ranks import real_ranks
+from ranks import launch, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
@@ -63,20 +61,18 @@ def test_one_rank_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @seldom
 @pytest.mark.parametrize("variable", depth(["SLURM_NTASKS"], ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]))
-def test_started_by_another_launcher_without_a_process_group_is_said_once(variable: str) -> None:
+def test_started_by_another_launcher_without_a_process_group_is_said_once(variable: str, tmp_path: Path) -> None:
     """srun and mpirun set no WORLD_SIZE; a job of several tasks may run one process, so it is a warning."""
-    code = (
-        "import torch, funshard as fs\n"
-        "model = torch.nn.Linear(2, 2)\n"
-        "for _ in range(2):\n"
-        "    fs.shard(model, fs.policies.whole()(model))\n"
-    )
-    others = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+    program = tmp_path / "program.py"
+    program.write_text("""
+import torch, funshard as fs
+model = torch.nn.Linear(2, 2)
+for _ in range(2):
+    fs.shard(model, fs.policies.whole()(model))
+""")
     for more, count in (({variable: "2"}, 1), ({variable: "1"}, 0), ({variable: "2", "WORLD_SIZE": "1"}, 0)):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=others | more)
-        assert done.returncode == 0, done.stderr
-        said = re.findall(rf"has no process group, and {variable}=2: .* each trains alone", done.stderr)
-        assert len(said) == count, done.stderr
+        said = launch(1, program, **more)
+        assert len(re.findall(rf"has no process group, and {variable}=2: .* each trains alone", said)) == count, said
 
 
 # --- The model's own parameters on several ranks. ---

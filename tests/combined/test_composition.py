@@ -345,22 +345,6 @@ def test_derivatives_through_skipped_steps(policy: str, how: str) -> None:
     assert_close(got, expected)
 
 
-@batched
-def test_derivatives_of_a_batch_are_finite() -> None:
-    """Where nobody can branch: neither the dropped step's gradients nor its second moment make a NaN."""
-    spec, params = ONE, PARAMS
-    init, update = optim.apply_if_finite(spec)(make_rule(spec))
-
-    def loss(params: fs.Params, is_bad: Tensor) -> Tensor:
-        grads = {key: p**2 + torch.where(is_bad, math.nan, 1.0) for key, p in params.items()}
-        return sum_of_cubes(update(grads, init(params), params)[0], spec)
-
-    got = torch.vmap(torch.func.grad(loss), (None, 0))(params, torch.tensor([False, True]))
-    for i in range(2):
-        assert_close(got[""][i], torch.func.grad(loss)(params, torch.tensor(bool(i)))[""])
-    assert_close(got[""][1], 3 * params[""] ** 2)
-
-
 # --- accumulate_steps and ema ---
 def test_accumulated_in_float32() -> None:
     """Sums of bfloat16 gradients are exact, and the means go back to bfloat16."""

@@ -7,21 +7,17 @@ Pieces of fuzz_modules.py, put together at random, under each transform, beside 
 from __future__ import annotations
 
 import functools
-import gc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import mirror
 import pytest
 from depth import at_most, depth
-from fuzz_cases import MEANS, PS, TRANSFORMS, Case, Plain, batch, mirrored, on_real_ranks, on_simulated, per_sample, sharded
+from fuzz_cases import MEANS, PS, TRANSFORMS, Case, mirrored, on_real_ranks, on_simulated, per_sample
 from fuzz_modules import PIECES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
-
-import funshard as fs
 
 COUNT = depth(40, 10_000)
 
@@ -212,16 +208,3 @@ def test_every_piece_can_be_compared(alone: Pool, name: str) -> None:
     result = alone.run(mirrored, Case((name,), ("shard",), "backward"))[0]
     assert not result.startswith("no reference"), result
     assert not result or any(name in pieces for pieces in MAY_BE_REFUSED.values()), result
-
-
-def traffic(rank: int) -> list[str]:
-    gc.collect()  # torch 2.11: a checkpoint whose function raised leaves saved-tensor hooks behind until its generator is freed
-    plain = Plain(Case(("Linear", "Mlp", "Linear"), ("shard",) * 3, "fs.grad"), 1, equal=True)
-    spec = plain.spec.on(mirror.mesh({"shard": 2}))
-    f, params, _ = sharded(plain, plain.sharded(), spec, batch(0), 0)
-    return mirror.sent(2, lambda: fs.grad(f)(params))
-
-
-def test_equal_ranks_gather_again(alone: Pool) -> None:
-    """All for forward, for backward the one whose weights it reads and that is gone; each is reduced once."""
-    assert sorted(alone.run(traffic)[0]) == ["gather 10"] * 2 + ["gather 20"] * 2 + ["reduce 20"] * 2 + ["reduce 40"]

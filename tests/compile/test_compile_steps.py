@@ -182,8 +182,6 @@ def test_higher_orders_equal_eager(request: pytest.FixtureRequest, ranks: str, w
 
 # --- batches and sequences of several lengths ---
 counters = torch._dynamo.utils.counters
-needs_forward = low_precision
-"""torch 2.13: linear layers flatten their input by themselves."""
 
 
 GRAPHS_BY_SHAPES = [
@@ -194,7 +192,7 @@ GRAPHS_BY_SHAPES = [
 
 
 @seldom
-@needs_forward
+@low_precision
 @pytest.mark.parametrize(("shapes", "options", "counts"), GRAPHS_BY_SHAPES, ids=str)
 def test_graphs_by_shapes(shapes: list[tuple[int, int]], options: dict[str, bool], counts: list[int]) -> None:
     """The second size or length compiles once more, and others after it do not; with dynamic=False each shape has its graph."""
@@ -210,7 +208,7 @@ def test_graphs_by_shapes(shapes: list[tuple[int, int]], options: dict[str, bool
 
 
 @seldom
-@needs_forward
+@low_precision
 def test_linear_with_a_bias_makes_constants_of_sizes() -> None:
     """Inside torch.func torch's own does, without which `flat_linear` can go; it has the same numbers."""
     layer, x = nn.Linear(3, 2), torch.randn(2, 5, 3)
@@ -319,7 +317,6 @@ def test_a_compiled_step_writes_no_dict_of_a_module() -> None:
 
 def compiles(rank: int) -> None:
     torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
     counters.clear()
     model, x = blocks_of(2), torch.randn(2, 4, dtype=torch.float64)
     policy = fs.by_type(Block)
@@ -542,7 +539,7 @@ def check(rank: int, which: str, compiler: str, derivative: str) -> None:
         return fs.grad_and_value(loss)(params)
 
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    counters.clear()
     before = attributes(model)
     compiled = COMPILERS[compiler](step, backend="aot_eager", fullgraph=True)
     results: list[list[Any]] = []

@@ -13,7 +13,7 @@ import pytest
 import strategies
 import torch
 from cases import owned
-from depth import depth, every, mark_seldom, seldom, some
+from depth import every, mark_seldom, seldom, some
 from gradient_cases import Case, cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,8 +75,6 @@ CLIP = float(sum((g.flatten(1) ** 2).sum(1) for g in EACH.values()).sqrt().media
 WAYS: dict[str, dict[str, Any]] = {"each": {}, "clipped": {"clip": CLIP}, "noisy": {"clip": CLIP, "noise": 0.5}}
 BOTH = some(itertools.product(POLICIES, WAYS), 1)
 SMALL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-NOISE, SAME, DIFFERENT = {"noise": 0.5}, {"randomness": "same"}, {"randomness": "different"}
-DRAWN: list[dict[str, Any]] = depth([{**NOISE, **DIFFERENT}], [NOISE, SAME, DIFFERENT])
 
 
 def results(policy: fs.Policy, **options: Any) -> Callable[..., Any]:
@@ -92,9 +90,9 @@ def shards_of(full: fs.Params, policy: fs.Policy, sizes: Any = RANKS) -> fs.Para
     return fs.testing.spmd(lambda mesh, _: fs.shard(full, policy(MODEL).on(mesh)), sizes)(ranks)
 
 
-@given(case=cases(), reduce=st.sampled_from(["mean", "sum", 64.0, 5]))
-def test_any_model(case: Case, reduce: str | float) -> None:
-    """Random models, policies and meshes: each rank's samples, and the clipped sum or mean of all."""
+@given(case=cases(), reduce=st.sampled_from(["mean", "sum", 64.0, 5]), chunk_size=st.sampled_from([None, 1]))
+def test_any_model(case: Case, reduce: str | float, chunk_size: int | None) -> None:
+    """Random models, policies and meshes: each rank's samples, and the clipped sum or mean of all, also in chunks."""
     model, policy, sizes = case
     ranks = torch.Size(sizes.values()).numel()
     full = strategies.integers_like(model, high=1)
@@ -104,7 +102,7 @@ def test_any_model(case: Case, reduce: str | float) -> None:
     def rank(mesh: Any, x: Tensor) -> tuple[fs.Params, fs.Params]:
         spec = policy(model).on(mesh)
         f = functools.partial(fs.functional_call, model, spec=spec)
-        run = functools.partial(fs.per_sample_grads, f, fs.shard(full, spec), x, spec=spec)
+        run = functools.partial(fs.per_sample_grads, f, fs.shard(full, spec), x, spec=spec, chunk_size=chunk_size)
         return run(), run(clip=2.0, reduce=reduce)
 
     got, total = fs.testing.spmd(rank, sizes)(xs)
@@ -188,13 +186,6 @@ def test_dropout_is_the_same_in_both_passes() -> None:
     refused(RuntimeError, "randomness", run)
 
 
-def test_chunks_change_nothing() -> None:
-    spec = fs.policies.always()(MODEL).bound
-    run = functools.partial(fs.per_sample_grads, loss_on(spec), fs.shard(MODEL, spec), (X[0], Y[0]), spec=spec)
-    for options in ({}, {"clip": CLIP}):
-        assert_close(run(chunk_size=3, **options), run(**options), **CLOSE)
-
-
 def test_clipping_never_holds_all_gradients_of_all_samples() -> None:
     """One unit's at a time: the peak hardly grows with the number of units, where that of all of them does."""
     samples, width = 16, 24
@@ -254,7 +245,7 @@ def test_a_rank_without_samples(rank: int, policy: str, ranks_with: int) -> None
 
 
 @seldom
-@pytest.mark.parametrize("options", DRAWN, ids=str)
+@pytest.mark.parametrize("options", [{"noise": 0.5}, {"noise": 0.5, "randomness": "different"}], ids=str)
 def test_compiled_in_several_graphs(options: dict[str, Any]) -> None:
     """Where noise or numbers are drawn: as without, or refused where it has to be one graph, which takes no generator."""
     spec = fs.policies.always()(SMALL).bound

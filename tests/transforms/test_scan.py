@@ -76,7 +76,6 @@ DERIVATIVES: dict[str, Derivative] = {
     "value": lambda f, w, lr, p: f(w, lr, p),
     "fs.grad": lambda f, w, lr, p: fs.grad(f, (0, 1, 2))(w, lr, p),
     "torch.func.grad": lambda f, w, lr, p: torch.func.grad(f, (0, 1, 2))(w, lr, p),
-    "of the weights alone": lambda f, w, lr, p: fs.grad(f)(w, lr, p),
     "plain autograd": lambda f, w, lr, p: plain_grad(lambda given: f(*given))((w, lr, p)),
     "jvp": lambda f, w, lr, p: torch.func.jvp(lambda w, lr: f(w, lr, p), (w, lr), (w.cos(), torch.ones_like(lr)))[1],
     "vmap": lambda f, w, lr, p: torch.vmap(torch.func.grad(lambda lr: f(w, lr, p)), randomness="same")(lr * torch.ones(2)),

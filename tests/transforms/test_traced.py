@@ -15,7 +15,7 @@ import torch
 from collective_log import SHORT, Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
 from models import Block, function, module_class, refused
-from parity import STRATEGIES, WAYS, loss_of, shards_of
+from parity import STRATEGIES, WAYS, loss_of
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp
@@ -126,34 +126,6 @@ def test_fully_shard_compile_graph(strategy: str, way: str) -> None:
         ops = recorded(make_fx(step)(state, batch(0, 0)).graph)
     assert ops == [s.op for s in sent.all]
     assert Counter(ops)["all_reduce"] > 0
-
-
-Normed = module_class(
-    "Normed", lambda: {"block": Block(3), "norm": nn.BatchNorm1d(3)}, lambda self, x: self.norm(self.block(x))
-)
-
-
-@real_ranks(2)
-def test_traced_buffers(rank: int) -> None:
-    """Running statistics go in and come out of a traced step like anything else."""
-    module = Normed().double()
-    spec, params = shards_of(fs.by_type(Block), module)
-
-    def step(params: fs.Params, buffers: fs.Params, x: Tensor) -> tuple[Any, ...]:
-        updated = {name: b.clone() for name, b in buffers.items()}  # they are written in place
-        loss = loss_of(module, spec, x, of=lambda y: square(y.cos()), buffers=updated)
-        return fs.grad_and_value(loss)(params), updated
-
-    buffers = {name: b.clone() for name, b in module.named_buffers()}
-    graph = make_fx(step)(params, buffers, batch(rank, 0))
-    for i in range(1, 4):
-        plain = {name: b.clone() for name, b in buffers.items()}
-        torch.func.functional_call(module, plain, (batch(rank, i),))
-        expected, _ = step(params, buffers, batch(rank, i))
-        got, buffers = graph(params, buffers, batch(rank, i))
-        assert_close(got, expected, rtol=1e-13, atol=1e-15)
-        assert_close(buffers, plain)
-    assert buffers["norm.num_batches_tracked"] == 3
 
 
 # --- torch.export ---
