@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.checkpoint import save as torch_save
 
 import funshard as fs
 from funshard import checkpoint
+from funshard.checkpoint._directory import checksum
 
 
 def made() -> tuple[nn.Module, fs.PartitionSpec]:
@@ -32,6 +35,16 @@ def save(path: Path) -> dict[str, Any]:
     state = {"params": params, "opt": init(params), **more}
     checkpoint.save(path, state, spec)
     return state
+
+
+def set_manifest(path: Path, text: str) -> None:
+    """This content, under a good checksum."""
+    (path / "funshard.json").write_text(json.dumps({"content": text, "crc32": checksum(text.encode("utf-8", "replace"))}))
+
+
+def change_manifest(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(json.loads((path / "funshard.json").read_text())["content"])
+    set_manifest(path, json.dumps(changed if isinstance(changed := change(content), list) else content))
 
 
 def theirs(path: Path) -> dict[str, torch.Tensor]:

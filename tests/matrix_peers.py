@@ -24,12 +24,11 @@ def newton_schulz(x: Tensor) -> Tensor:
     return y
 
 
-def muon(lr: float = 0.05, decay: float = 0.1, mu: float = 0.95, nesterov: bool = True, adjust: str = "original") -> Peer:
+def muon(lr: float = 0.05, decay: float = 0.1, mu: float = 0.95) -> Peer:
     def step(w: Tensor, g: Tensor, state: dict[str, Any], t: int) -> Tensor:
         b = state["b"] = mu * state.get("b", torch.zeros_like(g)) + (1 - mu) * g
         n, m = w.shape
-        scale = max(1, n / m) ** 0.5 if adjust == "original" else 0.2 * max(n, m) ** 0.5
-        return (1 - lr * decay) * w - lr * scale * newton_schulz((1 - mu) * g + mu * b if nesterov else b)
+        return (1 - lr * decay) * w - lr * max(1, n / m) ** 0.5 * newton_schulz((1 - mu) * g + mu * b)
 
     return step
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import threading
+import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import funshard as fs
 from funshard import P, checkpoint
+from funshard.checkpoint import _checkpoint
 from funshard.checkpoint._directory import read_manifest
 from funshard.checkpoint._leaves import parse_tensors
 
@@ -157,26 +160,20 @@ def _load_other(rank: int, path: Path, policy: str) -> None:
     load_all(rank, path, policy, 1, same=False)
 
 
-def _save_one(rank: int, path: Path) -> list[str]:
-    """A file of each rank, of about as many bytes; three ranks alone read it."""
+@real_ranks(4)
+def test_replicas_write_each_byte_once(rank: int, tmp_path: Path) -> None:
+    """Four replicas: as many files, none much larger than another, together the parameters once; three ranks read them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     spec = fs.by_type(nn.Linear, p=P())(model).on(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
-    checkpoint.save(path, fs.shard(model, spec), spec)
+    path = checkpoint.save(tmp_path / "saved", fs.shard(model, spec), spec).wait()
     three: Any = dist.new_group([0, 1, 3])
     if rank != 2:
         some = fs.policies.whole()(model).on(DeviceMesh.from_group(three, "cpu", mesh_dim_names=("shard",)), submesh=True)
-        found, expected = checkpoint.load(path, some), fs.shard(model, some)
-        assert_same(found, expected)
-    return sorted(file.name for file in path.iterdir())
-
-
-def test_replicas_write_each_byte_once(gloo4: Pool, tmp_path: Path) -> None:
-    """Four replicas: as many files, none much larger than another, together the parameters once; three ranks read them."""
-    names = gloo4.run(_save_one, tmp_path / "saved")[0]
-    assert [name[:6] for name in names] == [".metad", *(f"__{rank}_0_" for rank in range(4)), "funsha"]
-    sizes = [(tmp_path / "saved" / name).stat().st_size for name in names if name.endswith(".distcp")]
-    parameters = 4 * 4 * (512 * 512 + 512)
+        assert_same(checkpoint.load(path, some), fs.shard(model, some))
+    sizes = {file.name: file.stat().st_size for file in sorted((tmp_path / "saved").iterdir())}
+    assert [name[:6] for name in sizes] == [".metad", *(f"__{rank}_0_" for rank in range(4)), "funsha"]
+    sizes, parameters = [*sizes.values()][1:-1], 4 * 4 * (512 * 512 + 512)
     assert parameters <= sum(sizes) <= parameters * 1.02
     assert max(sizes) <= 1.1 * min(sizes)
 
@@ -330,11 +327,6 @@ def test_what_changes_meanwhile_is_not_saved(rank: int, tmp_path: Path) -> None:
 
 
 def _slowly(monkeypatch: pytest.MonkeyPatch, fail: bool = False) -> None:
-    import threading
-    import time
-
-    from funshard.checkpoint import _checkpoint
-
     def write(*args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.3)

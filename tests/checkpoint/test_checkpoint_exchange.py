@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import safetensors
 import torch
 from depth import at_most, each
 from models import build, refused
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -159,27 +161,22 @@ def test_units_at_rest_are_decoded_and_encoded(tmp_path: Path) -> None:
 # --- transformers. ---
 
 
-def for_transformers(rank: int, name: str, folder: str) -> None:
-    made = build(name, 1)
-    spec = fs.by_type(*made.blocks)(made.model)
-    path = checkpoint.export(folder, fs.shard(made.model, spec), spec, shard_bytes=4000)
-    if rank == 0:
-        made.model.config.save_pretrained(path)
-
-
 @at_most(1)
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
-def test_transformers_loads_what_is_exported(gloo2: Pool, name: str, tmp_path: Path) -> None:
+@real_ranks(2)
+def test_transformers_loads_what_is_exported(rank: int, name: str, tmp_path: Path) -> None:
     """A model with tied weights, stored once under the name that transformers gives them: the same logits."""
-    gloo2.run(for_transformers, name, str(tmp_path / "files"))
     made = build(name, 1)
-    torch.manual_seed(0)
-    expected = build(name, 1).model.state_dict()
+    spec = fs.by_type(*made.blocks)(made.model)
+    path = checkpoint.export(tmp_path / "files", fs.shard(made.model, spec), spec, shard_bytes=4000)
+    if rank:
+        return
+    made.model.config.save_pretrained(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found, info = type(made.model).from_pretrained(tmp_path / "files", output_loading_info=True)
+        found, info = type(made.model).from_pretrained(path, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    same_bits(dict(found.state_dict()), dict(expected))
+    same_bits(dict(found.state_dict()), dict(made.model.state_dict()))
     assert found.get_output_embeddings().weight is found.get_input_embeddings().weight
 
 
@@ -195,12 +192,15 @@ def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
 # --- Only what is needed. ---
 
 
-def by_ranges(rank: int, folder: str) -> int:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 53))
-    spec = fs.policies.always(P("shard", align=1))(model)
-    asked: list[int] = []
-    real = _convert._FileTensor.read
+@real_ranks(2)
+def test_each_rank_reads_the_ranges_of_its_slices(rank: int, tmp_path: Path) -> None:
+    """And nothing else: each byte of the file is asked for once, by one rank."""
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 53))
+    if rank == 0:
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.distributed.barrier()
+    spec = fs.policies.always(P("shard", align=1))(copy.deepcopy(model).to("meta"))
+    asked, real = list[int](), _convert._FileTensor.read
 
     def counted(self: Any, box: Any) -> Tensor:
         found = real(self, box)
@@ -209,19 +209,10 @@ def by_ranges(rank: int, folder: str) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_convert._FileTensor, "read", counted)
-        params = checkpoint.read_safetensors(folder, spec)
-    same_bits(params, fs.shard(load_file(Path(folder) / "model.safetensors"), spec))
+        params = checkpoint.read_safetensors(tmp_path, spec)
+    same_bits(params, fs.shard(model, spec))
     assert sum(asked) == sum(piece.nbytes for piece in fs.param_views(params, spec).values())
-    return sum(asked)
-
-
-def test_each_rank_reads_the_ranges_of_its_slices(gloo2: Pool, tmp_path: Path) -> None:
-    """And nothing else: each byte of the file is asked for once, by one rank."""
-    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 53))
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    first, second = gloo2.run(by_ranges, str(tmp_path))
-    assert first + second == sum(p.nbytes for p in model.parameters())
-    assert abs(first - second) <= 16
+    assert abs(2 * sum(asked) - sum(p.nbytes for p in model.parameters())) <= 16
 
 
 @real_ranks(2)
@@ -234,8 +225,6 @@ def test_a_unit_at_a_time_is_gathered_to_the_first_rank(rank: int, tmp_path: Pat
     gather = full._start_gather
 
     def watched(*args: Any) -> Callable[[], Tensor | None]:
-        import weakref
-
         nonlocal made
         for _ in range(200):  # a thread of gloo's may hold a finished collective for a moment
             if all(ref() is None for ref in alive):
@@ -251,11 +240,9 @@ def test_a_unit_at_a_time_is_gathered_to_the_first_rank(rank: int, tmp_path: Pat
             alive.append(weakref.ref(buffer))
         return lambda: buffer
 
-    full._start_gather = watched
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full, "_start_gather", watched)
         checkpoint.export(tmp_path / "files", params, spec, dtype=torch.bfloat16, shard_bytes=1)
-    finally:
-        full._start_gather = gather
     assert made == len(spec)
 
 
@@ -278,11 +265,9 @@ def test_an_error_of_the_first_rank_is_one_of_all(rank: int, tmp_path: Path) -> 
             raise OSError(28, "No space left on device")
         write(*args)
 
-    safetensors.torch.save_file = failing
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", failing)
         refused(OSError, "No space left", lambda: checkpoint.export(path, params, spec, shard_bytes=300))
-    finally:
-        safetensors.torch.save_file = write
     torch.distributed.barrier()
     assert os.listdir(tmp_path) == []
     torch.distributed.barrier()
@@ -335,39 +320,31 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any]]] = {
 }
 
 
-def wrong_file(rank: int, kind: str, folder: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    for policy in (fs.policies.always(P("shard")), fs.policies.whole()):
-        refused(ValueError, WRONG[kind][0], lambda policy=policy: checkpoint.read_safetensors(folder, policy(model)))
-
-
 @pytest.mark.parametrize("kind", WRONG)
-def test_files_that_do_not_fit_are_refused_on_every_rank(gloo2: Pool, kind: str, tmp_path: Path) -> None:
+@real_ranks(2)
+def test_files_that_do_not_fit_are_refused_on_every_rank(rank: int, kind: str, tmp_path: Path) -> None:
     """Naming the parameter."""
-    tensors = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).state_dict()
-    WRONG[kind][1](tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    gloo2.run(wrong_file, kind, str(tmp_path))
-
-
-def one_is_damaged(rank: int, folder: str) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    spec = fs.policies.whole()(model)
+    text, change = WRONG[kind]
+    change(tensors := model.state_dict())
+    if rank == 0:
+        save_file(tensors, tmp_path / "model.safetensors")
+    torch.distributed.barrier()
+    for policy in (fs.policies.always(P("shard")), fs.policies.whole()):
+        refused(ValueError, text, lambda policy=policy: checkpoint.read_safetensors(tmp_path, policy(model)))
+
+
+@real_ranks(2)
+def test_damage_that_one_rank_finds_is_an_error_of_all(rank: int, tmp_path: Path) -> None:
+    """As where the ranks' machines have copies at one path."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    (tmp_path / str(rank)).mkdir()
+    save_file(model.state_dict(), file := tmp_path / str(rank) / "model.safetensors")
+    os.truncate(file, file.stat().st_size - (rank == 0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(folder) / ("good" if rank else "bad"))  # as where the ranks' machines have copies at one path
-        refused(
-            checkpoint.CheckpointError,
-            "read_safetensors: rank 0: .*model.safetensors: damaged, cut short",
-            lambda: checkpoint.read_safetensors("model.safetensors", spec),
-        )
-
-
-def test_damage_that_one_rank_finds_is_an_error_of_all(gloo2: Pool, tmp_path: Path) -> None:
-    for name in ("good", "bad"):
-        (tmp_path / name).mkdir()
-        save_file(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).state_dict(), tmp_path / name / "model.safetensors")
-    os.truncate(tmp_path / "bad" / "model.safetensors", (tmp_path / "bad" / "model.safetensors").stat().st_size - 1)
-    gloo2.run(one_is_damaged, str(tmp_path))
+        patch.chdir(file.parent)
+        read = lambda: checkpoint.read_safetensors(file.name, fs.policies.whole()(model))  # noqa: E731
+        refused(checkpoint.CheckpointError, "read_safetensors: rank 0: .*model.safetensors: damaged, cut short", read)
 
 
 def cut_to(size: int) -> Callable[[Path], None]:

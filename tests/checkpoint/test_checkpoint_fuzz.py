@@ -22,13 +22,12 @@ import optree
 import pytest
 import torch
 from depth import depth
-from hostile import made, process_state, save
+from hostile import made, process_state, save, set_manifest
 from safetensors.torch import save_file
 from torch import Tensor
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint._directory import checksum
 
 CASES = depth(60, 1000)
 SECONDS = 20
@@ -120,10 +119,6 @@ def change_tree(data: Any, random: random.Random) -> Any:
                 if isinstance(container, dict):
                     container[random.choice(("of", "value", "units", "dict", "list", "matrix"))] = container.pop(key)
     return data
-
-
-def set_manifest(path: Path, text: str) -> None:
-    (path / "funshard.json").write_text(json.dumps({"content": text, "crc32": checksum(text.encode("utf-8", "replace"))}))
 
 
 # --- What came of it. ---

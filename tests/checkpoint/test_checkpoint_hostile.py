@@ -14,23 +14,15 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most
-from hostile import made, save, theirs
+from hostile import change_manifest, made, save, theirs
 from torch.testing import assert_close
 
 import funshard as fs
 from funshard import checkpoint
 from funshard.checkpoint import CheckpointError, _checkpoint, _leaves
 from funshard.checkpoint import _directory as staging
-from funshard.checkpoint._directory import checksum
 
 # --- A manifest with a good checksum that says what no manifest says. ---
-
-
-def change_manifest(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    file = path / "funshard.json"
-    content = json.loads(json.loads(file.read_text())["content"])
-    text = json.dumps(changed if isinstance(changed := change(content), list) else content)
-    file.write_text(json.dumps({"content": text, "crc32": checksum(text.encode())}))
 
 
 def set_state(node: Any) -> Callable[[dict[str, Any]], Any]:

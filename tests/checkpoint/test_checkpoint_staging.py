@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import signal
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from depth import depth, seldom
-from ranks import CONTEXT, Pool, forked, free_port, launch
+from ranks import CONTEXT, forked, free_port, launch, real_ranks
 from torch import nn
 
 import funshard as fs
@@ -87,39 +86,22 @@ def test_a_fault_at_every_step_leaves_all_or_nothing_and_says_which(tmp_path: Pa
     assert ended["nothing"] >= 8, ended
 
 
-def save_with_a_fault(rank: int, path: str) -> str:
-    """The error of a save whose first rank cannot flush the entries of the directory."""
-    model = nn.Linear(4, 3)
-    spec = fs.policies.whole()(model)
-    params = fs.shard(model, spec, src=0)
-    flush = staging.flush
+@real_ranks(2)
+def test_no_rank_says_that_nothing_was_saved_where_it_was(rank: int, tmp_path: Path) -> None:
+    """Of a save whose first rank cannot flush the entries of the directory."""
+    (params, spec), path, flush = state_of(), tmp_path / "1", staging.flush
 
     def fails(target: Path) -> None:
-        if target == Path(path) and (target / "funshard.json").exists():
+        if target == path and (target / "funshard.json").exists():
             raise OSError(5, "Input/output error")
         flush(target)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "flush", fails)
-        with contextlib.suppress(OSError), pytest.raises(CheckpointError) as error:
+        with pytest.raises(CheckpointError, match=f"^checkpoint.save: {path} is there and whole, but the flush") as error:
             checkpoint.save(path, params, spec)
-    return f"{type(error.value).__name__}: {error.value}"
-
-
-def test_no_rank_says_that_nothing_was_saved_where_it_was(gloo2: Pool, tmp_path: Path) -> None:
-    for said in gloo2.run(save_with_a_fault, str(tmp_path / "1")):
-        assert said.startswith(f"SavedError: checkpoint.save: {tmp_path / '1'} is there and whole, but the flush"), said
-    assert checkpoint.latest(tmp_path) == tmp_path / "1"
-
-
-def test_wait_gives_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is right also where the working directory is another one then."""
-    params, spec = state_of()
-    (tmp_path / "before").mkdir()
-    monkeypatch.chdir(tmp_path / "before")
-    saving = checkpoint.save("1", params, spec, asynchronous=True)
-    monkeypatch.chdir(tmp_path)
-    assert saving.wait() == saving.path == tmp_path / "before" / "1"
+    assert type(error.value).__name__ == "SavedError"
+    assert checkpoint.latest(tmp_path) == path
 
 
 # --- export ---
@@ -182,39 +164,32 @@ def test_a_working_directory_that_is_gone_does_not_matter(tmp_path: Path, monkey
 # --- Object stores, by fsspec. ---
 
 
-def remote(rank: int, url: str) -> list[str]:
-    """Saves of two ranks, of which the last fails on one of them; what is left, as the checkpoints' names."""
-    model = nn.Linear(4, 3)
-    spec = fs.policies.whole()(model)
-    params = fs.shard(model, spec, src=0)
+@real_ranks(2)
+def test_two_ranks_in_a_store(rank: int, tmp_path: Path) -> None:
+    """Any file system of fsspec: here the local one, as a store that both ranks see. A failed save leaves no file."""
+    (params, spec), url = state_of(), f"file://{tmp_path}/run"
     for step in (1, 2, 3):
         state = {"params": params, "step": step, "rank": checkpoint.per_rank(rank)}
         assert str(checkpoint.save(f"{url}/{step}", state, spec, asynchronous=step == 2).wait()) == f"{url}/{step}"
+
+    def gone(*_: object) -> None:
+        raise OSError(5, "the store is gone")
+
     with pytest.MonkeyPatch.context() as patch:
         if rank:
-            patch.setattr(_checkpoint, "write_boxes", lambda *_: raise_error(OSError(5, "the store is gone")))
+            patch.setattr(_checkpoint, "write_boxes", gone)
         with pytest.raises(OSError, match=r"nothing was saved: rank 1: .*gone"):
             checkpoint.save(f"{url}/4", state, spec)
-    path = checkpoint.latest(url, spec)
-    found = checkpoint.load(path or "", spec)
+    found = checkpoint.load(checkpoint.latest(url, spec) or "", spec)
     assert (found["step"], found["rank"]) == (3, rank)
     assert found["params"][""].equal(params[""])
     with pytest.raises(FileExistsError, match="/3: expected a path where nothing is"):
         checkpoint.save(f"{url}/3", state, spec)
-    return [str(path) for path in checkpoint.clean(url, keep=1)] if rank == 0 else []
-
-
-def raise_error(error: Exception) -> None:
-    raise error
-
-
-def test_two_ranks_in_a_store(gloo2: Pool, tmp_path: Path) -> None:
-    """Any file system of fsspec: here the local one, as a store that both ranks see. A failed save leaves no file."""
-    removed, _ = gloo2.run(remote, f"file://{tmp_path}/run")
-    assert removed == [f"file://{tmp_path}/run/1", f"file://{tmp_path}/run/2"]
-    left = sorted(path.name for path in (tmp_path / "run" / "3").iterdir())
-    assert [name[:4] for name in left] == [".met", "__0_", "__1_", "funs"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["3"]
+    if rank == 0:
+        assert [str(path) for path in checkpoint.clean(url, keep=1)] == [f"{url}/1", f"{url}/2"]
+        left = sorted(path.name for path in (tmp_path / "run" / "3").iterdir())
+        assert [name[:4] for name in left] == [".met", "__0_", "__1_", "funs"]
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["3"]
 
 
 def test_a_save_that_was_killed_in_a_store(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,23 +141,6 @@ def _state() -> tuple[fs.PartitionSpec, dict[str, object]]:
     return spec, {"params": fs.shard(model, spec), "step": 3}
 
 
-def _slow(rank: int, seconds: float) -> Callable[[], None]:
-    """Has this rank write slowly until what it gives is called."""
-    write = _checkpoint.write_boxes
-
-    def slowly(*args: Any) -> Any:
-        if dist.get_rank() == rank:
-            time.sleep(seconds)
-        return write(*args)
-
-    _checkpoint.write_boxes = slowly
-
-    def restore() -> None:
-        _checkpoint.write_boxes = write
-
-    return restore
-
-
 @at_most(1)
 @pytest.mark.parametrize("slow", [0, 1])
 @real_ranks(2)
@@ -166,8 +148,14 @@ def test_what_is_asked_while_a_save_is_under_way(rank: int, tmp_path: Path, slow
     """Another save is refused, a checkpoint is loaded: nothing of it comes between what the threads tell each other."""
     spec, state = _state()
     fs.checkpoint.save(tmp_path / "0", state, spec)
-    restore = _slow(slow, 0.5)
-    try:
+    write = _checkpoint.write_boxes
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.5 * (rank == slow))
+        return write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_checkpoint, "write_boxes", slowly)
         saving = fs.checkpoint.save(tmp_path / "1", state, spec, asynchronous=True, timeout=60)
         for _ in range(3):
             assert fs.checkpoint.load(tmp_path / "0", spec, timeout=60)["step"] == 3
@@ -175,8 +163,6 @@ def test_what_is_asked_while_a_save_is_under_way(rank: int, tmp_path: Path, slow
         if rank == 0:
             assert not fs.checkpoint.clean(tmp_path)
         saving.wait()
-    finally:
-        restore()
     dist.barrier()
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
 
@@ -211,18 +197,15 @@ def test_an_interrupt_on_one_rank(rank: int, tmp_path: Path) -> None:
 @real_ranks(2)
 def test_staging_fails_on_one_rank(rank: int, tmp_path: Path) -> None:
     spec, state = _state()
-    stage = _checkpoint.stage
 
     def failing(*_: Any) -> None:
         raise MemoryError("no room")
 
-    if rank == 1:
-        _checkpoint.stage = failing
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(_checkpoint, "stage", failing)
         with pytest.raises(MemoryError, match="rank 1: no room"):
             fs.checkpoint.save(tmp_path / "1", state, spec, asynchronous=True)
-    finally:
-        _checkpoint.stage = stage
     dist.barrier()
     assert os.listdir(tmp_path) == []
 

@@ -50,12 +50,6 @@ PARAMS = {name: p.detach() for name, p in MODEL.named_parameters()}
 
 OPTIMIZERS: dict[str, tuple[Any, peers.Peer]] = {
     "muon": (lambda where, **o: fs.optim.muon(where, dtype=torch.float64, **ADAMW, **o), peers.muon()),
-    "muon of its own": (
-        lambda where, **o: fs.optim.muon(
-            where, dtype=torch.float64, momentum=0.8, nesterov=False, adjust_lr="match_rms_adamw", **ADAMW, **o
-        ),
-        peers.muon(mu=0.8, nesterov=False, adjust="match_rms_adamw"),
-    ),
     "shampoo": (lambda where, **o: fs.optim.shampoo(where, eps=1e-2, **ADAMW, **o), peers.shampoo()),
     "shampoo every 3": (
         lambda where, **o: fs.optim.shampoo(where, eps=1e-2, every=3, decay=0.9, momentum=0.5, **ADAMW, **o),
@@ -380,12 +374,18 @@ def piece_of(matrix: Matrix, spec: fs.PartitionSpec, at: At) -> Piece:
 @given(sharded())
 def test_the_ways_of_all_ranks_fit(spec: fs.PartitionSpec) -> None:
     """Every rank gets what the others send it; matrices arrive whole at their owners, and slices at all replicas. What is
-    sent is at most each matrix once for each axis, each way, and once to each replica."""
+    sent is at most each matrix once for each axis, each way, and once to each replica. All ranks agree on owners and groups,
+    whose matrices are of one dtype and one way."""
     known = fs.optim.matrices(spec, select=seen)
+    last = spec.on({name: ProcessAxis(size, size - 1, name) for name, size in spec.bound_mesh.sizes})
+    other = fs.optim.matrices(last, select=seen)
+    assert (known.chosen, known.groups, str(known)) == (other.chosen, other.groups, str(other))
+    assert [name for names in known.groups for name in names] == [m.name for m in known.chosen]
     ranks = [*itertools.product(*(range(size) for _, size in spec.bound_mesh.sizes))]
     numbered = iter(range(1, 10**6))
     for names in known.groups:
         some = [known.by_name[name] for name in names]
+        assert len({(m.unit.dtype, m.unit.p.axes) for m in some}) == 1
         full = {m.name: torch.tensor([next(numbered) for _ in range(m.param.numel)]) for m in some}
         cut = {at: [piece_of(m, spec, at) for m in some] for at in ranks}
         slices = {
@@ -404,20 +404,6 @@ def test_the_ways_of_all_ranks_fit(spec: fs.PartitionSpec) -> None:
         replicas = len(ranks) // spec.size(some[0].unit)
         assert collected <= hops * numel
         assert spread <= (hops + replicas - 1) * numel
-
-
-@pytest.mark.usefixtures("groups_in_name_only")
-@settings(max_examples=depth(10, 300), suppress_health_check=[*HealthCheck])
-@given(sharded())
-def test_all_ranks_agree(spec: fs.PartitionSpec) -> None:
-    """On the owners and the groups, whichever rank asks; each group is of one dtype and one way, each matrix in one."""
-    known = fs.optim.matrices(spec, select=seen)
-    last = spec.on({name: ProcessAxis(size, size - 1, name) for name, size in spec.bound_mesh.sizes})
-    other = fs.optim.matrices(last, select=seen)
-    assert (known.chosen, known.groups, str(known)) == (other.chosen, other.groups, str(other))
-    assert [name for names in known.groups for name in names] == [m.name for m in known.chosen]
-    for names in known.groups:
-        assert len({(known.by_name[name].unit.dtype, known.by_name[name].unit.p.axes) for name in names}) == 1
 
 
 def test_what_rests_on_the_host_is_sent_by_itself() -> None:

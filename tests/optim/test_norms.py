@@ -115,12 +115,6 @@ def test_tiny_huge_and_not_finite(value: float, dtype: torch.dtype) -> None:
         assert_close(got[name], wide.float(), equal_nan=True)
 
 
-def test_in_a_graph() -> None:
-    spec = fs.policies.always()(MODEL).on({"shard": 1})
-    shards = fs.shard(full(), spec)
-    assert_close(fs.compile(lambda p: norms(p, spec), backend="aot_eager")(shards), norms(shards, spec))
-
-
 def test_what_does_not_fit_is_refused() -> None:
     spec = fs.policies.whole()(MODEL)
     with pytest.raises(ValueError, match="again: expected a tree that has it once"):

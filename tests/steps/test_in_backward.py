@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import module_class, refused
 from parity import numbers, shards_of
-from peer_models import MLP, Net, Order
+from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from test_accumulate import OTHERWISE, STRATEGIES, Some, close, policy, used_otherwise
 from test_memory import no_collector
@@ -282,26 +282,6 @@ def test_an_error_leaves_no_reference_cycle(where: str, clip: str | None) -> Non
             pytest.fail("expected an error")
         assert seen
         assert not [ref for ref in seen if ref() is not None]
-
-
-@at_most(1)
-@pytest.mark.parametrize(
-    "p",
-    mark_seldom([P("shard"), P("shard", reshard=False), P(), P("shard", remat=True)], P("shard"), P("shard", remat=True)),
-    ids=str,
-)
-@real_ranks(2)
-def test_modules_that_run_often(rank: int, p: P) -> None:
-    """Blocks that run several times, of which one shares a bias: each unit is complete after the last of its runs' backwards,
-    even where the update writes into the shards."""
-    model = Order("abaab")
-    model.a.out_proj.bias = model.head.bias
-    (spec, params), batches = shards_of(fs.by_type(MLP, nn.Linear, p=p), model), [numbers(rank, i) for i in range(2)]
-    init, update = fs.optim.from_torch(torch.optim.AdamW, **ADAM)
-    loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
-    expected = reference(update, loss, params, init(params), batches, spec=spec)
-    donating = fs.optim.from_torch(torch.optim.AdamW, donate=True, **ADAM).update
-    same(fs.update_in_backward(donating, loss, params, init(params), batches, spec=spec), expected, {})
 
 
 # --- what torch's own tests claim (PEER_TESTS.md, 17) ---
