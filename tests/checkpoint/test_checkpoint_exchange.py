@@ -444,12 +444,6 @@ def test_prefixes_of_wrappers_are_left_out(tmp_path: Path) -> None:
     assert clean_name("_fsdp_wrapped_module.a._checkpoint_wrapped_module.module.w") == "a.w"
 
 
-@pytest.mark.parametrize(("name", "instead"), [("rekey", "set_optimizer_state_dict"), ("clean_name", "name.replace")])
-def test_names_that_are_gone_say_what_to_write(name: str, instead: str) -> None:
-    with pytest.raises(AttributeError, match=f"funshard.checkpoint has no '{name}' any more: use {instead}"):
-        getattr(checkpoint, name)
-
-
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing and reading say which one to install; a dry run too."""
     model = nn.Linear(2, 2)
