@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -39,56 +38,10 @@ def squared(out: Tensor) -> Tensor:
     return (out**2).mean()
 
 
-def right(rank: int, model: nn.Module, loss: Callable[..., Tensor] | None = None) -> None:
-    """The model's gradients are the plain mean's, by several policies; ``loss(call, x)`` gets model or functional_call."""
-    run = loss or (lambda call, x: squared(call(x)))
-    made = Architecture(model.double(), {"x": xs()}, lambda call, batch: run(call, batch["x"]), ())
-    kept = fs.P("shard", reshard=False)
-    assert_mean_gradients(
-        made, rank, {"always": fs.policies.always(), "whole": fs.policies.whole(), "kept": fs.policies.always(kept)}
-    )
-
-
 def setting(rank: int, model: nn.Module | None = None) -> tuple[nn.Module, fs.PartitionSpec, dict[str, Tensor], Tensor]:
     model = model or Pair()
     spec = fs.policies.always()(model).bound
     return model, spec, fs.shard(model, spec), xs()[rank]
-
-
-class Point(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
-@dataclass
-class Record:
-    x: Tensor
-    label: str
-
-
-@real_ranks(2)
-def test_arguments_and_results_of_any_kind(rank: int) -> None:
-    """A lone argument, a tuple, keywords; dataclasses, NamedTuples and dicts go in and come out as they are."""
-
-    class Model(Pair):
-        def forward(self, record: Record, point: Point, *, rest: dict[str, Tensor]) -> Record:
-            return Record(self.a(record.x) + self.b(point.x) * self.scale + rest["z"] + point.y, record.label)
-
-        def split(self, x: Tensor) -> Point:
-            return Point(self.a(x), self.b(x))
-
-    def loss(call: Callable[..., Any], x: Tensor) -> Tensor:
-        out = call(Record(x, "name"), Point(x, 2 * x), rest={"z": x})
-        assert isinstance(out, Record)
-        assert out.label == "name"
-        return squared(out.x)
-
-    right(rank, Model(), loss)
-    model, spec, params, x = setting(rank, Model())
-    out = fs.functional_call(model, params, x, spec=spec, method="split")
-    assert isinstance(out, Point)
-    assert torch.equal(out.y, model.b(x))
-    assert torch.equal(fs.functional_call(model, params, (x,), spec=spec, method="split").y, out.y)
 
 
 @real_ranks(2)
@@ -117,7 +70,10 @@ def test_generators(rank: int) -> None:
         yield self.b(x) * self.scale
 
     parts = {"steps": with_forward(Pair, steps)(), "last": linear()}
-    right(rank, module_class("Model", lambda: parts, lambda self, x: self.last(sum(self.steps(x))))())
+    model = module_class("Model", lambda: parts, lambda self, x: self.last(sum(self.steps(x))))()
+    made = Architecture(model, {"x": xs()}, lambda call, batch: squared(call(batch["x"])), ())
+    kept = fs.policies.always(fs.P("shard", reshard=False))
+    assert_mean_gradients(made, rank, {"always": fs.policies.always(), "whole": fs.policies.whole(), "kept": kept})
 
 
 def force(self: Any, x: Tensor) -> Tensor:

@@ -320,11 +320,9 @@ def on_blocks(precision: Precision, **options: Any) -> Callable[[], Any]:
     return lambda: fs.by_type(Block, p=P("shard", precision=precision, **options))(make_model(F32).requires_grad_(not options))
 
 
-PHASES = nn.ParameterDict({"phase": torch.ones(2, dtype=torch.complex64), "scale": torch.ones(2)})
 AT_REST = r"unit 'blocks\.0' is at rest in int8.*'blocks\.0\.norm\.weight'.*a unit of its own"
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "text": (lambda: Precision(keep="*norm*"), TypeError, "^Precision: keep: expected a dict such as"),
-    "no name": (lambda: Precision(keep={3: F32}), TypeError, "^Precision: keep: expected a dict such as"),
     "no floating dtype": (
         lambda: Precision(keep={"*norm*": torch.int32}), TypeError,
         r"^Precision: keep: '\*norm\*': expected a floating point dtype, got torch.int32"),
@@ -336,9 +334,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "of other units": (
         lambda: fs.by_path({"blocks.*": P("shard", precision=LOW)})(make_model(F32)), ValueError,
         r"keep: 'head\.\*' matches no floating point parameter of the units with"),
-    "complex": (
-        lambda: fs.policies.whole(P("shard", precision=Precision(param=BF16, keep={"phase": F32})))(PHASES), ValueError,
-        "keep: 'phase' matches no floating point parameter"),
     "two": (
         on_blocks(Precision(keep={"*norm*": F32, "blocks.0.*": F64})), ValueError,
         r"parameter 'blocks\.0\.norm\.weight': Precision\(keep=.*expected one dtype"),

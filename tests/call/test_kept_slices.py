@@ -12,7 +12,6 @@ import pytest
 import torch
 from collective_log import Sent, step, world
 from depth import at_most, each, every, mark_seldom
-from hosted import elsewhere
 from models import refused
 from parity import MAIN_WAYS, WAYS, check_parity, loss_of, next_token, numbers, shards_of, tokens
 from peer_models import MLP, Block, Net, Transformer, chain
@@ -196,26 +195,6 @@ def test_a_step_is_that_of_shards(rank: int, what: str) -> None:
             results.append(fs.grad(loss)(params))
     assert results[0].keys() == results[1].keys()
     assert all(torch.equal(x, results[1][key]) for key, x in results[0].items())
-
-
-@real_ranks(4)
-def test_shards_in_host_memory(rank: int) -> None:
-    with elsewhere():
-        model = Net()
-        spec = fs.by_type(MLP, p=P(BOTH, reshard="shard", offload="params"))(model).on(mesh_of(2, 2))
-        check_parity(rank, model, spec, steps=2)
-
-
-@real_ranks(4)
-def test_shards_that_are_changed_between_forward_and_backward(rank: int) -> None:
-    """As with every other reshard: an error."""
-    model = Net()
-    spec, params = shards_of(fs.by_type(MLP, p=P(BOTH, reshard="shard")), model, mesh_of(2, 2))
-    value = loss_of(model, spec, numbers(rank, 0))({key: p.requires_grad_() for key, p in params.items()})
-    with torch.no_grad():
-        params["blocks.0"].mul_(2)
-    with pytest.raises(RuntimeError, match=r"the shard of unit 'blocks.0' was modified in place between forward and backward"):
-        value.backward()
 
 
 # --- compiled ---

@@ -35,8 +35,6 @@ CHOICES = {
     "save": P("shard", remat=fs.Remat(save={"inner"})),
     "offload": P("shard", offload=BOTH),
     "save, offload": P("shard", remat=fs.Remat(save={"inner"}), offload=BOTH),
-    "keep, offload": P("shard", reshard=False, offload=BOTH),
-    "replicate, offload": P(offload=BOTH),
 }
 STEPS, MICRO, RATE = depth(2, 3), 2, 0.1
 Loss = Callable[..., Tensor]

@@ -50,17 +50,14 @@ def nothing_left() -> None:
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "views": lambda x: torch.cat([y.sin() * y.cos() for y in x.chunk(2, -1)], -1),
     "transposed": lambda x: (x.t() @ x.exp().clamp(max=2.0)).sin()[:, : x.shape[1]].mean(0) * x,
-    "softmax": lambda x: x.softmax(-1) * x,
     "dropout": lambda x: F.dropout(x, 0.5) + x,
     "in place": lambda x: (x * 2).sigmoid_().view_as(x) + (x + 1).mul_(x).exp_(),
-    "norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "spans": lambda x: torch.cat([(2 * y).sin() * y.exp() for y in (x * 2).chunk(4, 0)]) * x,
     "unsafe chunks": lambda x: torch.cat([y.sigmoid_() * y for y in (x * 2).unsafe_chunk(2, -1)], -1) * x,
     "unsafe rows": lambda x: (lambda y, z: torch.cat([y.tanh_() * z, z.exp() * y]))(*(x * 2).unsafe_chunk(2)) * x,
     "rows": lambda x: x + x[0] ** 2,
     "expanded": lambda x: x * x[:1].expand_as(x) ** 2,
     "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) ** 2).flatten(-2),
-    "indexed": lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)] * x,
     "detached": lambda x: x.detach() * x**3,
     "no grad": lambda x: x * quiet(x),
     "remat": fs.remat(lambda x: x.tanh().exp()),
@@ -366,8 +363,8 @@ def test_a_function_that_forward_offloads(rank: int) -> None:
 
 @seldom
 @real_ranks(2)
-def test_compiled_checkpointed_and_offloaded_as_a_whole(rank: int) -> None:
-    """fs.compile decides for itself, a checkpoint around the call keeps nothing to move, offload around it moves all."""
+def test_compiled_and_offloaded_as_a_whole(rank: int) -> None:
+    """fs.compile decides for itself, and offload around the call moves all."""
     model, x = Net(2), numbers(rank, 0)
     plain, spec = (fs.by_type(MLP, p=P("shard", offload=to))(model).bound for to in (None, ACTIVATIONS))
     params, loss = fs.shard(model, spec), loss_of(model, spec, x)
@@ -375,12 +372,9 @@ def test_compiled_checkpointed_and_offloaded_as_a_whole(rank: int) -> None:
     with everywhere() as copies:
         torch._dynamo.reset()
         equal(fs.compile(fs.grad(loss), backend="aot_eager")(params), expected)
-        equal(fs.grad(lambda p: checkpoint(loss, p, use_reentrant=False))(params), expected)
         assert copies.out == 0
-        around = moved(loss_of(model, plain, x))
-        equal(fs.grad(around)(params), expected)
-        equal(torch.func.grad(around)(params), expected)
-        assert copies.out > 4  # torch.func.grad moves none
+        equal(fs.grad(moved(loss_of(model, plain, x)))(params), expected)
+        assert copies.out > 4
         model.blocks[0].register_forward_hook(lambda module, args, out: torch.func.grad(torch.sum)(out))
         with pytest.raises(RuntimeError, match=r"torch\.func transform, .* torch refuses where saved tensors are replaced"):
             fs.grad(loss)(params)

@@ -10,7 +10,6 @@ import random
 import threading
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -376,15 +375,6 @@ def closing(again: Wrap, w: Tensor) -> Tensor:
     return out * seen[0] * seen[1]
 
 
-def counts_in_defaults(again: Wrap, w: Tensor) -> Tensor:
-    def f(x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
-        seen.append(1)
-        return (x * len(seen)).sin()
-
-    run = again(f)
-    return run(w) * run(w) * f(w)
-
-
 def collects_in_a_context_variable(again: Wrap, w: Tensor) -> Tensor:
     """As transformers collects outputs of layers."""
     taken: contextvars.ContextVar[Any] = contextvars.ContextVar("taken", default=None)
@@ -399,24 +389,6 @@ def collects_in_a_context_variable(again: Wrap, w: Tensor) -> Tensor:
     taken.reset(token)
     assert len(layers) == 2
     return out * layers[1]
-
-
-def counts_with_a_partial(again: Wrap, w: Tensor) -> Tensor:
-    """Lists in a partial, counters, and a list that is in two places."""
-    taken: list[Tensor] = []
-    counter, places = Counter[str](), {"a": taken, "b": list[Tensor]()}
-
-    def f(taken: list[Tensor], x: Tensor) -> Tensor:
-        taken.append(x.sin())
-        counter["calls"] += 1
-        places["b"] = places["a"]
-        return taken[-1] * counter["calls"] * len(places["b"])
-
-    run = again(functools.partial(f, taken))
-    out = run(w) * run(w)
-    assert (len(taken), counter["calls"]) == (2, 2)
-    assert places["b"] is taken
-    return out
 
 
 class Held:
@@ -454,9 +426,7 @@ def weak_keys(again: Wrap, w: Tensor) -> Tensor:
 
 FUNCTIONS: dict[str, Callable[[Wrap, Tensor], Tensor]] = {
     "closing": closing,
-    "counts in defaults": counts_in_defaults,
     "context variable": collects_in_a_context_variable,
-    "counts with a partial": counts_with_a_partial,
     "generator": draws_from_a_generator,
     "moves a constant": moves_a_constant,
     "reads defaults": lambda again, w: again(lambda x, w=w: x @ w)(X),
