@@ -54,6 +54,7 @@ INPUTS: dict[str, Callable[[], Batch]] = {
     "caption": lambda: {"input_ids": tokens(6), "pixel_values": floats(3, 32, 32)},
     "waves": lambda: {"input_values": floats(400), "labels": tokens(2)},
     "spectrum": lambda: {"input_features": floats(8, 32), "labels": tokens(5)},
+    "series": lambda: {"past_values": floats(16, 1), "future_values": floats(4, 1)},
 }
 """Each with the ranks in dimension 0."""
 
@@ -76,19 +77,25 @@ GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_r
 LATENT = {"q_lora_rank": 6, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
 ROUTED = {"num_experts": 4, "num_sparse_encoder_layers": 1}
 MIXED = {"num_experts": 4, "mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+POOLED = {"d_model": 8, "block_sizes": (1, 1), "num_decoder_layers": 1, "n_head": 2, "d_head": 4, "d_inner": 12}
 SIDES, PART = ("encoder", "decoder"), {"layers": 2, "attention_heads": 2, "ffn_dim": 12}
 PAIR = {**IDS, "d_model": 8, "decoder_start_token_id": 0, "max_position_embeddings": 16}
 PAIR |= {f"{side}_{what}": n for side in SIDES for what, n in PART.items()}
 T5 = {**IDS, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+AHEAD = {**IDS, "hidden_size": 8, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "decoder_start_token_id": 0}
+AHEAD |= {f"num_{side}_{what}": 2 for side in SIDES for what in ("layers", "attention_heads")}
 SEES = {**SMALL, "intermediate_size": 12, "image_size": 32, "patch_size": 8}
 WINDOWS = {"image_size": 32, "embed_dim": 8, "depths": (2, 1), "num_heads": (2, 2), "window_size": 2}
 STAGES = {"hidden_sizes": (4, 8), "depths": (1, 2)}
 LEVELS = {"hidden_sizes": (8, 12, 16), "num_attention_heads": (2, 2, 2), "depths": (1, 1, 1)}
+OVERLAPS = {"num_encoder_blocks": 2, "sr_ratios": (2, 1), "patch_sizes": (7, 3), "strides": (4, 2), "mlp_ratios": (2, 2)}
+MASKED = {f"decoder_{what}": n for what, n in (("num_attention_heads", 2), ("hidden_size", 8), ("num_hidden_layers", 1))}
 RESNET = {"model_type": "resnet", "embedding_size": 4, "layer_type": "basic", "out_features": ["stage2"], **STAGES}
 WAVES = {"conv_dim": (4, 4), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_conv_pos_embeddings": 4}
 HEARS = {**TEXT, **WAVES, "num_conv_pos_embedding_groups": 2, "mask_time_length": 2, "mask_time_prob": 0.2, "layerdrop": 0.4}
 SPEECH = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "apply_spec_augment": True}
 BOTH = {"text_config": TEXT, "vision_config": SEES, "projection_dim": 8}
+PATCHES = {"d_model": 8, "ffn_dim": 12, "context_length": 16, "patch_length": 4, "patch_stride": 4, "prediction_length": 4}
 
 ALONE = {"num_key_value_heads": 1}
 
@@ -96,25 +103,39 @@ KNOWN: dict[str, Case] = {
     "gpt2": case("GPT2LMHeadModel", **GPT),
     "llama": case("LlamaForCausalLM", **TEXT, **ALONE),
     "llama_tied": case("LlamaForCausalLM", **TEXT, **ALONE, tie_word_embeddings=True),
+    "mistral": case("MistralForCausalLM", **TEXT, **ALONE, sliding_window=4),
+    "qwen2": case("Qwen2ForCausalLM", **TEXT, **ALONE),
+    "gemma": case("GemmaForCausalLM", **GROUPED),
     "mixtral": case("MixtralForCausalLM", **TEXT, **ALONE, **EXPERTS, num_local_experts=4, output_router_logits=True),
     "opt": case("OPTForCausalLM", **SMALL, ffn_dim=12, word_embed_proj_dim=8, max_position_embeddings=16),
     "t5": case("T5ForConditionalGeneration", "pair", **T5),
     "bart": case("BartForConditionalGeneration", "pair", **PAIR),
     "bert": case("BertForSequenceClassification", "padded", **TEXT, num_labels=3),
+    "bert_decoder": case("BertLMHeadModel", **TEXT, is_decoder=True),
     "vit": case("ViTForImageClassification", "image", **SEES, num_labels=3),
 }
 """Those whose gradients are taken in every way, one after the other."""
 ZOO: dict[str, Case] = KNOWN | {
     # decoders
+    "gpt_neox": case("GPTNeoXForCausalLM", **TEXT),
+    "gptj": case("GPTJForCausalLM", **GPT, rotary_dim=4),
+    "falcon": case("FalconForCausalLM", **SMALL, alibi=True),
+    "bloom": case("BloomForCausalLM", **IDS, hidden_size=8, n_layer=2, n_head=2),
+    "mpt": case("MptForCausalLM", **IDS, d_model=8, n_heads=2, n_layers=2, max_seq_len=16),
+    "gemma2": case("Gemma2ForCausalLM", **GROUPED, sliding_window=4),
     "gemma3": case("Gemma3ForCausalLM", **GROUPED, sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    "qwen3": case("Qwen3ForCausalLM", **GROUPED),
+    "olmo2": case("Olmo2ForCausalLM", **TEXT),
     "xlnet": case("XLNetLMHeadModel", **IDS, d_model=8, n_layer=2, n_head=2, d_inner=12, mem_len=4),
     # mixtures of experts
+    "qwen3_moe": case("Qwen3MoeForCausalLM", **GROUPED, **EXPERTS, num_experts=4, output_router_logits=True),
     "gpt_oss": case("GptOssForCausalLM", **GROUPED, **EXPERTS, num_local_experts=4, sliding_window=4),
     "deepseek_v3": case("DeepseekV3ForCausalLM", **TEXT, **LATENT, **EXPERTS, **GROUPS),
     "switch": case("SwitchTransformersForConditionalGeneration", "pair", **T5, **ROUTED),
     # state spaces and recurrence
     "mamba": case("MambaForCausalLM", **SMALL, state_size=4),
     "mamba2": case("Mamba2ForCausalLM", **SMALL, state_size=4, num_heads=4, head_dim=4, n_groups=1, chunk_size=4),
+    "falcon_mamba": case("FalconMambaForCausalLM", **SMALL, state_size=4),
     "rwkv": case("RwkvForCausalLM", **SMALL, context_length=16, rescale_every=1, use_cache=False),
     "jamba": case("JambaForCausalLM", **GROUPED, **EXPERTS, **MIXED),
     "recurrent_gemma": case("RecurrentGemmaForCausalLM", **{**GROUPED, "num_hidden_layers": 3}, attention_window_size=4),
@@ -122,18 +143,34 @@ ZOO: dict[str, Case] = KNOWN | {
     "albert": case("AlbertForMaskedLM", "padded", **TEXT, embedding_size=4),
     "deberta_v2": case("DebertaV2ForMaskedLM", "padded", **TEXT, relative_attention=True, pos_att_type=["c2p", "p2c"]),
     "longformer": case("LongformerForMaskedLM", "ids", **{**TEXT, "max_position_embeddings": 20}, attention_window=4),
+    "big_bird": case("BigBirdForMaskedLM", "ids", **TEXT, block_size=2, num_random_blocks=1),
     "big_bird_short": case("BigBirdForMaskedLM", "padded", **TEXT, block_size=2, num_random_blocks=1),
+    "funnel": case("FunnelForMaskedLM", "padded", **IDS, **POOLED),
+    "fnet": case("FNetForMaskedLM", "ids", **TEXT),
+    "roformer": case("RoFormerForMaskedLM", "padded", **TEXT, embedding_size=4),
     "modernbert": case("ModernBertForMaskedLM", "padded", **TEXT, local_attention=4),
+    # encoders with decoders
+    "marian": case("MarianMTModel", "pair", **PAIR),
+    "longt5": case("LongT5ForConditionalGeneration", "pair", **T5, local_radius=3, encoder_attention_type="transient-global"),
+    "prophetnet": case("ProphetNetForConditionalGeneration", "pair", **AHEAD, max_position_embeddings=16),
     # images
     "swin": case("SwinForImageClassification", "image", **WINDOWS),
     "convnext": case("ConvNextForImageClassification", "image", **STAGES, num_stages=2, drop_path_rate=0.5),
+    "segformer": case("SegformerForImageClassification", "image", **STAGES, **OVERLAPS, num_attention_heads=(1, 2)),
     "cvt": case("CvtForImageClassification", "image", embed_dim=(4, 8, 8), num_heads=(1, 2, 2), depth=(1, 2, 3)),
+    "regnet": case("RegNetForImageClassification", "image", **STAGES, embedding_size=4, groups_width=2),
     "levit": case("LevitForImageClassification", "image", image_size=32, kernel_size=2, padding=0, **LEVELS, key_dim=(4, 4, 4)),
+    "vit_mae": case("ViTMAEForPreTraining", "image", **SEES, **MASKED, decoder_intermediate_size=12),
+    "dinov2": case("Dinov2ForImageClassification", "image", **SEES, drop_path_rate=0.5),
     "detr": case("DetrForObjectDetection", "image", **PAIR, backbone_config=RESNET, num_queries=4),
-    # sound, images with text
+    # sound, images with text, time series
     "wav2vec2": case("Wav2Vec2ForCTC", "waves", **HEARS),
+    "hubert": case("HubertForCTC", "waves", **HEARS, do_stable_layer_norm=True, feat_extract_norm="layer"),
     "whisper": case("WhisperForConditionalGeneration", "spectrum", **PAIR, **SPEECH),
     "clip": case("CLIPModel", "caption", **BOTH),
+    "blip": case("BlipForConditionalGeneration", "caption", **BOTH),
+    "vilt": case("ViltForMaskedLM", "caption", **{**TEXT, **SEES}),
+    "patchtst": case("PatchTSTForPrediction", "series", **TEXT, **PATCHES),
 }
 
 AGAIN = ("remat", "products")
@@ -218,7 +255,7 @@ def test_zoo(rank: int, name: str) -> None:
 
 
 @at_most(1)
-@pytest.mark.parametrize("name", mark_seldom(["gpt2", "llama", "t5"], "gpt2", "llama"))
+@pytest.mark.parametrize("name", mark_seldom(["gpt2", "llama", "mistral", "t5"], "gpt2", "llama"))
 @real_ranks(2)
 def test_second_order_at_the_defaults(rank: int, name: str) -> None:
     """Products with the Hessian, recomputed: SiLU, RoPE and caches in each; no dropout of modules."""
