@@ -165,6 +165,25 @@ def test_pure_form(rank: int, way: str, strategy: str) -> None:
     assert buffers["0.1.num_batches_tracked"] == 3
 
 
+@real_ranks(2)
+def test_buffers_from_outside(rank: int) -> None:
+    """Buffers that the step closes over are updated by a compiled step as by an eager one."""
+    model = with_batch_norm()[: depth(1, 2)].double()
+    (spec, params), x = shards_of(fs.policies.whole(), model), torch.randn(4, 3, dtype=torch.float64)
+    results, plain = [], depth("eager", "aot_eager")
+    ways = [lambda f: f, lambda f: fs.compile(f, backend="aot_eager"), lambda f: torch.compile(f, backend=plain)]
+    for compiled in ways:
+        buffers = copies(model)
+        given = dict(buffers)
+        run = compiled(lambda params, x, b=buffers: fs.grad_and_value(loss_of(model, spec, x, buffers=b))(params))
+        with unchanged(model):
+            results.append(([run(params, x + i) for i in range(2)], buffers))
+        assert all(buffers[name] is b for name, b in given.items())
+        assert buffers["0.1.num_batches_tracked"] == 2
+    for result in results[1:]:
+        assert_close(result, results[0])
+
+
 # --- the mean over ranks ---
 ANY = fs.policies.whole()(nn.Linear(2, 2))
 

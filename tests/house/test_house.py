@@ -116,8 +116,8 @@ def test_files_are_short() -> None:
 
 
 BUDGETS = {
-    "_call": 3225, "_compiled": 825, "_core": 2425, "_init": 450, "_plan": 1100, "_sharding": 1100, "_slices": 475,
-    "_spec": 1000, "_steps": 950, "_torch": 1975, "_transforms": 3175, "_wire": 1800, "checkpoint": 2735,
+    "_call": 3200, "_compiled": 775, "_core": 2425, "_init": 450, "_plan": 1100, "_sharding": 1075, "_slices": 475,
+    "_spec": 1000, "_steps": 925, "_torch": 1950, "_transforms": 3175, "_wire": 1775, "checkpoint": 2735,
     "codecs": 350, "collectives": 1425, "compress": 475, "curvature": 675, "data": 225, "optim": 3675,
     "testing": 625,
 }  # fmt: skip
@@ -137,12 +137,12 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 29_750
+    assert sum(lines.values()) <= 29_430
 
 
 def test_tests_stay_within_their_budget() -> None:
     """Their lines may only be lowered as well: they are to be 45,000."""
-    assert sum(len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")) <= 50_090
+    assert sum(len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")) <= 45_000
 
 
 OPTIONS = {
