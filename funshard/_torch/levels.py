@@ -284,9 +284,8 @@ class NoGradInForwardMode(TorchFunctionMode):
         kwargs, is_traced = kwargs or {}, torch.compiler.is_compiling()  # Dynamo cannot ask for the level
         if is_traced and func is Tensor.unflatten:  # whose super() Dynamo traces in a call of the method alone
             func = _unflatten
-        if (
-            torch.is_grad_enabled() or not (is_traced or current_level()) or func is torch._VF._unpack_dual
-        ):  # which reads a tangent
+        reads_tangent = func is torch._VF._unpack_dual
+        if torch.is_grad_enabled() or reads_tangent or not (is_traced or current_level()):
             return func(*args, **kwargs)
         with _set_fwd_grad_enabled(False):
             out = func(*args, **kwargs)
