@@ -425,7 +425,8 @@ def run(case: Case, mesh: Any = None, rank: int = 0, ranks: int = 1, *, equal: b
 
 
 def refusal(error: Exception) -> str:
-    return f"{'refused' if NAMED.search(str(error)) else 'crash'}: {type(error).__name__}: {error}"
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return f"{'refused' if NAMED.search(text) else 'crash'}: {type(error).__name__}: {text}"
 
 
 def mirrored(rank: int, case: Case) -> str:

@@ -384,7 +384,7 @@ from torch._dynamo.utils import counters
 
 artifacts, reshard = sys.argv[1:]
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-spec = fs.by_type(torch.nn.Linear, p=P("shard", reshard=reshard == "reshard"))(model).on({"shard": 1})
+spec = fs.by_type(torch.nn.Linear, p=fs.P("shard", reshard=reshard == "reshard"))(model).on({"shard": 1})
 loss = lambda params: fs.functional_call(model, params, torch.ones(2, 4), spec=spec).sum()
 if artifacts.startswith("load "):
     torch.compiler.load_cache_artifacts(open(artifacts[5:], "rb").read())
