@@ -69,13 +69,10 @@ class UnitScopes:
             self.refuse_hooks(f"unit '{unit.key}'", hook)
         gathered = self.active.get(unit.key)
         if gathered is not None and (not gathered.level or gathered.level <= _torch.current_level()):
-            if gathered in self._pending:
-                self._pending.remove(gathered)
+            if gathered in self._pending or (gathered.is_read_ahead and not is_read):  # it goes with the run that begins
+                next(held for held in (self._pending, *self._scopes) if gathered in held).remove(gathered)
                 self._scopes[-1].append(gathered)
-            elif gathered.is_read_ahead and not is_read:  # its module begins to run, with which it goes
-                next(scope for scope in self._scopes if gathered in scope).remove(gathered)
-                self._scopes[-1].append(gathered)
-            gathered.is_read_ahead &= is_read
+                gathered.is_read_ahead &= is_read
             return gathered
         self.free(self._pending)
         if self._written:
