@@ -259,7 +259,8 @@ def stream_full(
             for name in (name for name in ignored if receives and name in chosen):
                 yield name, copy_if_shared(shards[name].detach(), shards[name], dtype, offload_to_cpu)
         finally:
-            deque(gathers, maxlen=0)  # a rank that ends early sends the rest to those that do not
+            if find_gather_groups(ordered, mesh):
+                deque(gathers, maxlen=0)  # a rank that ends early sends the rest to those that do not
 
     return stream()
 
