@@ -5,6 +5,7 @@ a buffer, which is gathered one unit ahead, in forward and again in backward, wh
 gradient is reduce-scattered while backward goes on. An error, another order of units or a second derivative breaks it.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,11 +13,11 @@ import torch
 import torch.distributed as dist
 from common import Block, Step, loss_of
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 gather = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
 wait = torch.ops._c10d_functional.wait_tensor.default
-hooks: Any = torch._C._autograd
 
 
 def bare(model: nn.Module, *, reshard: bool = True) -> Step:
@@ -24,14 +25,8 @@ def bare(model: nn.Module, *, reshard: bool = True) -> Step:
     units = _Units(model, reshard)
 
     def step(x: Tensor, y: Tensor) -> None:
-        if reshard:
-            hooks._push_saved_tensors_default_hooks(units.pack, units.unpack)
-        try:
-            with units.root:
-                loss = loss_of(model(x), y)
-        finally:
-            if reshard:
-                hooks._pop_saved_tensors_default_hooks()
+        with saved_tensors_hooks(units.pack, units.unpack) if reshard else contextlib.nullcontext(), units.root:
+            loss = loss_of(model(x), y)
         loss.backward()
         units.finish_reductions(0)
 
