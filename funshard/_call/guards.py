@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +102,7 @@ class AttributeWrites(Guard):
 
     def __init__(self, run: ForwardRun) -> None:
         self._modules = run.call.bound.modules
-        self._before = {path: vars(module).copy() for path, module in self._modules.items()}
+        self._before = {path: module.__dict__.copy() for path, module in self._modules.items()}
         containers = (held for held in _find_held(run) if isinstance(held.value, _CONTAINERS) and not held.is_in_object)
         self._entries = [(held, _entries(held.value)) for held in containers]
 
@@ -198,13 +198,15 @@ class _Held(NamedTuple):
 
 def _find_held(run: ForwardRun) -> Sequence[_Held]:
     """Return what attributes of modules hold, but for those of nn.Module, and what containers and users' objects there do."""
-    if run.held:
+    if run.held is not None:
         return run.held
+    run.held = []
     queue = [
         _Held(path, attr, join_path(path, attr), value, False)
         for path, module in run.call.bound.modules.items()
-        for attr, value in vars(module).items()
-        if attr not in _OF_NN_MODULE and type(value) not in _ATOMIC_TYPES  # in this order: most are those of nn.Module
+        for attr in _own_attributes(tuple(module.__dict__))
+        if type(value := module.__dict__[attr]) not in _ATOMIC_TYPES
+        if type(value) is not tuple or not _ATOMIC_TYPES.issuperset(map(type, value))  # as most are: sizes
     ]
     seen: set[int] = set()
     for held in queue:
@@ -222,6 +224,12 @@ def _find_held(run: ForwardRun) -> Sequence[_Held]:
             items, is_in_object = ((f".{name}", x) for name, x in attributes.items() if type(x) not in _ATOMIC_TYPES), True
         queue += [_Held(path, attr, where + bound, x, is_in_object) for bound, x in items]
     return run.held
+
+
+@functools.lru_cache(maxsize=1024)
+def _own_attributes(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of attributes that are not those of nn.Module: modules of a class have the same ones."""
+    return tuple(name for name in names if name not in _OF_NN_MODULE)
 
 
 def _is_table(value: Any) -> bool:
@@ -243,17 +251,16 @@ class OwnParameters(Guard):
         call, self._before, self._held = run.call, run.before, [x for x in _find_held(run) if isinstance(x.value, Tensor)]
         self._modules, self._thread = call.bound.modules, call.thread
         ignored = (name.rpartition(".") for name in call.params.keys() & call.spec.ignored)
-        replaced = chain(call.bound.owned.items(), ((self._modules[path], (attr,)) for path, _, attr in ignored))
-        given = {id(x) for wrapped in call.params.values() for x in (wrapped, _torch.unwrap(wrapped))}
-        own: dict[int, Tensor] = {}
-        for module, attrs in replaced:
-            if attrs and type(mine := self._before[module]["_parameters"]) is dict:  # else a call around this one sees to it
-                own.update((id(x), x) for attr in attrs if type(x := mine[attr]) is nn.Parameter and id(x) not in given)
-        others = [held for held in self._held if id(held.value) not in own and id(held.value) not in given]
-        by_storage = {_torch.storage_id(x): x for x in own.values()} if others else {}
-        self._own = own
+        before = ((self._before[self._modules[path]]["_parameters"], attr) for path, _, attr in ignored)
+        replaced = [*call.bound.own_parameters, *(dict.get(own, attr) for own, attr in before)]
+        params = [x for wrapped in call.params.values() for x in (wrapped, _torch.unwrap(wrapped))]
+        given = {*map(id, params)}
+        own = [x for x in replaced if type(x) is nn.Parameter]
+        self._own = own = [x for x in own if id(x) not in given] if nn.Parameter in map(type, params) else own
+        others = [x for x in self._held if id(x.value) not in given and not any(x.value is param for param in own)]
+        by_storage = {_torch.storage_id(x): x for x in own} if others else {}
         self._others = {id(held.value): text for held in others if (text := self._describe_source(held, by_storage))}
-        self._allow = _torch.forbid([*own.values(), *(held.value for held in others if id(held.value) in self._others)])
+        self._allow = _torch.forbid([*own, *(held.value for held in others if id(held.value) in self._others)])
         _torch.ForbiddenTensor.explain.append(self._explain)
 
     def check(self, run: ForwardRun) -> None:
@@ -269,7 +276,7 @@ class OwnParameters(Guard):
         """Return the error of using a tensor; an empty string in another thread, or if this call has not forbidden it."""
         if calling_thread(self._thread) != self._thread:
             return ""
-        if id(tensor) not in self._own:
+        if not any(x is tensor for x in self._own):
             return self._others.get(id(tensor), "")
         where = next((f"'{held.where}' is" for held in self._held if held.value is tensor), "forward reads")
         return f"{where} the model's own parameter '{self._name(tensor)}'{_ADVICE}"

@@ -57,11 +57,11 @@ class WriteWatch:
     `funshard.testing.assert_exact` compare each parameter with a copy, and name the one that was changed.
     """
 
-    __slots__ = ("_copies", "_unit", "_versions", "_views")
+    __slots__ = ("_copies", "_is_wrapped", "_unit", "_versions", "_views")
 
     def __init__(self, unit: Unit, tensors: Sequence[Tensor], views: Sequence[Tensor] = ()) -> None:
         """Watch a unit's buffers, of which its parameters are views, or its parameters themselves."""
-        self._unit, self._views = unit, views  # which ``weight.data = other`` takes elsewhere
+        self._unit, self._is_wrapped, self._views = unit, _torch.current_level() > 0, views  # ``weight.data =`` moves them
         self._versions = [] if _torch.is_tracing() else [(x, _torch.version(x)) for x in map(_torch.unwrap, tensors)]
         self._copies: list[tuple[Tensor, Tensor]] = []
         if self._versions and (_comparing or is_checked()):
@@ -78,7 +78,8 @@ class WriteWatch:
             changed = [_torch.version(now) != version for now, version in self._versions]
         if self._versions and not any(changed):
             storages = {_torch.storage_id(now) for now, _ in self._versions}
-            changed = [_torch.storage_id(_torch.unwrap(view)) not in storages for view in self._views]
+            views = map(_torch.unwrap, self._views) if self._is_wrapped else self._views
+            changed = [_torch.storage_id(view) not in storages for view in views]
         if not any(changed):
             return None
         with _torch.below_transforms():

@@ -147,7 +147,8 @@ def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[
                 )
         before: ModuleAttributes = {module: module.__dict__ for module in modules.values()}
         classes = [*map(type, before)]  # torch.nn.utils.parametrize makes new ones
-        contents = {id(one): (one, one.copy()) for one in _nonempty_containers(before.values())}
+        containers = _find_containers(before.values())
+        contents = {id(one): (one, one.copy()) for one in filter(None, containers) if isinstance(one, _CONTAINER_TYPES)}
         _set_attributes(before, map(dict.copy, before.values()))
     try:
         yield before
@@ -157,7 +158,8 @@ def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[
             for module, cls in zip(before, classes, strict=True):
                 if type(module) is not cls:
                     module.__class__ = cls
-            contents = {id(one): (one, type(one)()) for one in _nonempty_containers(before.values())} | contents
+            filled = (one for one in filter(None, containers) if isinstance(one, _CONTAINER_TYPES))
+            contents = {id(one): (one, type(one)()) for one in filled} | contents
             for container, content in contents.values():
                 if container != content or [*container] != [*content]:  # or in another order
                     changed.append((content, container.copy()))
@@ -190,13 +192,12 @@ def _with_parameters(value: Any) -> set[nn.Module]:
     return {one for one in modules if {*own_tensors(one, "_parameters").values()} - {None}}
 
 
-def _nonempty_containers(attributes: Collection[dict[str, Any]]) -> list[Any]:
-    """Return the containers among modules' attributes that are not empty."""
+def _find_containers(attributes: Collection[dict[str, Any]]) -> list[Any]:
+    """Return the containers among modules' attributes."""
     try:
-        found = [*filter(None, itertools.chain.from_iterable(map(_get_containers, attributes)))]
+        return [*itertools.chain.from_iterable(map(_get_containers, attributes))]
     except KeyError:
-        found = [one for own in attributes for name in MODULE_CONTAINERS if (one := own.get(name))]
-    return [one for one in found if isinstance(one, _CONTAINER_TYPES)]
+        return [own.get(name) for own in attributes for name in MODULE_CONTAINERS]
 
 
 _get_containers: Callable[[dict[str, Any]], Sequence[Any]] = operator.itemgetter(*MODULE_CONTAINERS)
@@ -219,11 +220,12 @@ Owned = dict[nn.Module, Mapping[str, tuple[Unit, int]]]
 
 @dataclass(frozen=True)
 class BoundModule:
-    """A module of a model: its path, all modules in it by each path, and the units that own their parameters."""
+    """A module of a model: its path, all modules in it by each path, the units that own their parameters, and these."""
 
     path: str
     modules: Mapping[str, nn.Module]
     owned: Owned
+    own_parameters: Sequence[Tensor] = ()
 
     @functools.cached_property
     def distinct(self) -> dict[str, nn.Module]:
@@ -244,7 +246,7 @@ class BoundModule:
             for path, module in modules.items():
                 if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
                     check_not_compiled(path, module, in_place=path not in paths)
-            return cls("", modules, _find_owners(modules, spec))
+            return cls("", modules, *_find_owners(modules, spec))
 
     def submodule(self, path: str) -> BoundModule:
         """Return one of its modules. Raise RuntimeError if forward has put other modules into it."""
@@ -295,45 +297,42 @@ def find_instances(modules: Mapping[str, nn.Module], kind: type[nn.Module]) -> d
     return {path: module for path, module in modules.items() if type(module) in classes} if classes else {}
 
 
-def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned:
-    """Return the owners of these modules' parameters; raise ValueError unless they are those of the spec."""
+def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> tuple[Owned, list[Tensor]]:
+    """Return the owners of these modules' parameters, and these; raise ValueError unless they are those of the spec."""
     owners = spec._compute_once(_owners_by_path)
-    parameters = {
-        path: own if type(own := module._parameters) is dict else own_tensors(module, "_parameters")
-        for path, module in modules.items()
-    }
-    owned: Owned = dict.fromkeys(modules.values(), _NOTHING_OWNED)
+    lacking = owners.keys() - modules.keys()
+    owned, tensors, others = Owned(), list[Tensor](), dict[str, Mapping[str, Tensor | None]]()
     seen: dict[int, tuple[Unit, int]] = {}  # by the id of a parameter
-    for path, mine in owners.items():
-        own = parameters.get(path, {})
+    for path, module in {**modules, **dict.fromkeys(lacking, nn.Module())}.items() if lacking else modules.items():
+        own = params if type(params := module._parameters) is dict else own_tensors(module, "_parameters")
+        mine = owners.get(path, _NOTHING_OWNED)
         for attr, at in mine.items():
             unit, i = at
-            shape = unit.params[i].shape
-            if attr not in own or (tensor := own[attr]) is None or tensor.shape != shape:
-                got = "none" if (tensor := own.get(attr)) is None else f"shape {list(tensor.shape)}"
+            if (tensor := own.get(attr)) is None or tensor.shape != unit.params[i].shape:
+                got = "none" if tensor is None else f"shape {list(tensor.shape)}"
                 raise ValueError(
-                    f"parameter '{join_path(path, attr)}' of unit '{unit.key}': expected shape {list(shape)} in the "
-                    f"model, got {got}; was the model changed after the spec was made?"
+                    f"parameter '{join_path(path, attr)}' of unit '{unit.key}': expected shape {list(unit.params[i].shape)} in "
+                    f"the model, got {got}; was the model changed after the spec was made?"
                 )
-            if (other := seen.setdefault(id(tensor), at)) != at:
+            tensors.append(tensor)
+            if (other := seen.setdefault(id(tensor), at)) is not at and other != at:
                 raise ValueError(
                     f"parameter '{join_path(path, attr)}' of unit '{unit.key}' is the same as "
                     f"'{other[0].params[other[1]].name}' in the model, and two parameters in the spec: expected them tied "
                     "before the spec is made"
                 )
-        owned[module] = {**before, **mine} if (before := owned[module := modules[path]]) else mine
-    ignored = (name.rpartition(".") for name in spec.ignored)
-    left = {id(parameters[path].get(attr)) for path, _, attr in ignored if path in modules}
-    has_others = sum(map(len, parameters.values())) > sum(map(len, map(owned.__getitem__, modules.values())))
-    for path, own in parameters.items() if has_others else ():
-        mine = owned[modules[path]]
+        if len(own) > len(mine):
+            others[path] = own
+        owned[module] = {**before, **mine} if (before := owned.get(module)) else mine
+    left = {id(others[path].get(attr)) for path, _, attr in (name.rpartition(".") for name in spec.ignored) if path in others}
+    for path, own in others.items():
         for attr, tensor in own.items():
-            if attr not in mine and tensor is not None and id(tensor) not in left:
+            if attr not in owned[modules[path]] and tensor is not None and id(tensor) not in left:
                 raise ValueError(
                     f"parameter '{join_path(path, attr)}' is not in the spec: expected the model that it was made for; "
                     "was the model changed after the spec was made?"
                 )
-    return owned
+    return owned, tensors
 
 
 _NOTHING_OWNED: Mapping[str, tuple[Unit, int]] = {}

@@ -193,7 +193,7 @@ class ForwardRun:
     def __init__(self, call: Call, buffers: CallBuffers, returned: Collection[str], before: ModuleAttributes) -> None:
         self.call, self.buffers, self.returned, self.before = call, buffers, returned, before
         self.guards: list[Guard] = []
-        self.held: list[Any] = []  # what guards have found on the modules
+        self.held: list[Any] | None = None  # what guards have found on the modules
         self.out: Any = None
         self.attributes: dict[str, Any] = {}  # those of the globs in ``returned``
 

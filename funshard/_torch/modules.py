@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -173,15 +173,15 @@ def _forbidden_class(cls: type[Tensor]) -> type[Tensor]:
     return type(cls.__name__, (ForbiddenTensor, cls), {})
 
 
-def forbid(tensors: Iterable[Tensor]) -> Callable[[], None]:
+def forbid(tensors: Sequence[Tensor]) -> Callable[[], None]:
     """Make it an error to compute with these tensors. Return a function that allows it again."""
-    changed = [*tensors]
-    classes = [*map(type, changed)]
-    for x, cls in zip(changed, classes, strict=True):
-        x.__class__ = _forbidden_class(cls)
+    classes = [*map(type, tensors)]
+    forbidden = {cls: _forbidden_class(cls) for cls in {*classes}}
+    for x, cls in zip(tensors, classes, strict=True):
+        x.__class__ = forbidden[cls]
 
     def allow() -> None:
-        for x, cls in zip(changed, classes, strict=True):
+        for x, cls in zip(tensors, classes, strict=True):
             x.__class__ = cls
 
     return allow
