@@ -78,8 +78,9 @@ class WriteWatch:
             changed = [_torch.version(now) != version for now, version in self._versions]
         if self._versions and not any(changed):
             storages = {_torch.storage_id(now) for now, _ in self._versions}
-            views = map(_torch.unwrap, self._views) if self._is_wrapped else self._views
-            changed = [_torch.storage_id(view) not in storages for view in views]
+            views = [*map(_torch.unwrap, self._views)] if self._is_wrapped else self._views
+            if not storages.issuperset(map(_torch.storage_id, views)):
+                changed = [_torch.storage_id(view) not in storages for view in views]
         if not any(changed):
             return None
         with _torch.below_transforms():
