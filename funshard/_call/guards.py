@@ -24,7 +24,7 @@ from .. import _torch
 from .._core.tree import join_path
 from .._torch.modules import NormWithStatistics
 from .buffers import check_statistics, is_first_warning, warn_discarded
-from .module_state import CALL_ATTRIBUTES, BoundModule, calling_thread, find_instances
+from .module_state import CALL_ATTRIBUTES, BoundModule, GatheringParameters, calling_thread, find_instances
 from .running import ForwardRun, Guard
 
 
@@ -252,15 +252,14 @@ class OwnParameters(Guard):
         self._modules, self._thread = call.bound.modules, call.thread
         ignored = (name.rpartition(".") for name in call.params.keys() & call.spec.ignored)
         before = ((self._before[self._modules[path]]["_parameters"], attr) for path, _, attr in ignored)
-        replaced = [*call.bound.own_parameters, *(dict.get(own, attr) for own, attr in before)]
-        params = [x for wrapped in call.params.values() for x in (wrapped, _torch.unwrap(wrapped))]
-        given = {*map(id, params)}
-        own = [x for x in replaced if type(x) is nn.Parameter]
-        self._own = own = [x for x in own if id(x) not in given] if nn.Parameter in map(type, params) else own
-        others = [x for x in self._held if id(x.value) not in given and not any(x.value is param for param in own)]
-        by_storage = {_torch.storage_id(x): x for x in own} if others else {}
+        replaced = [*call.bound.own_parameters, *(x.get(attr) for x, attr in before if type(x) is not GatheringParameters)]
+        given = {id(x) for wrapped in call.params.values() for x in (wrapped, _torch.unwrap(wrapped))}
+        own = {id(x): x for x in replaced if type(x) is nn.Parameter}
+        self._own = own if given.isdisjoint(own) else {key: x for key, x in own.items() if key not in given}
+        others = [held for held in self._held if id(held.value) not in own and id(held.value) not in given]
+        by_storage = {_torch.storage_id(x): x for x in self._own.values()} if others else {}
         self._others = {id(held.value): text for held in others if (text := self._describe_source(held, by_storage))}
-        self._allow = _torch.forbid([*own, *(held.value for held in others if id(held.value) in self._others)])
+        self._allow = _torch.forbid([*self._own.values(), *(held.value for held in others if id(held.value) in self._others)])
         _torch.ForbiddenTensor.explain.append(self._explain)
 
     def check(self, run: ForwardRun) -> None:
@@ -276,7 +275,7 @@ class OwnParameters(Guard):
         """Return the error of using a tensor; an empty string in another thread, or if this call has not forbidden it."""
         if calling_thread(self._thread) != self._thread:
             return ""
-        if not any(x is tensor for x in self._own):
+        if id(tensor) not in self._own:
             return self._others.get(id(tensor), "")
         where = next((f"'{held.where}' is" for held in self._held if held.value is tensor), "forward reads")
         return f"{where} the model's own parameter '{self._name(tensor)}'{_ADVICE}"

@@ -225,7 +225,7 @@ class BoundModule:
     path: str
     modules: Mapping[str, nn.Module]
     owned: Owned
-    own_parameters: Sequence[Tensor] = ()
+    own_parameters: Sequence[Tensor] = ()  # but for those that a call around this one replaces
 
     @functools.cached_property
     def distinct(self) -> dict[str, nn.Module]:
@@ -298,14 +298,14 @@ def find_instances(modules: Mapping[str, nn.Module], kind: type[nn.Module]) -> d
 
 
 def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> tuple[Owned, list[Tensor]]:
-    """Return the owners of these modules' parameters, and these; raise ValueError unless they are those of the spec."""
+    """Return the owners of these modules' parameters, and those that no call around replaces; raise ValueError for others."""
     owners = spec._compute_once(_owners_by_path)
     lacking = owners.keys() - modules.keys()
     owned, tensors, others = Owned(), list[Tensor](), dict[str, Mapping[str, Tensor | None]]()
     seen: dict[int, tuple[Unit, int]] = {}  # by the id of a parameter
     for path, module in {**modules, **dict.fromkeys(lacking, nn.Module())}.items() if lacking else modules.items():
         own = params if type(params := module._parameters) is dict else own_tensors(module, "_parameters")
-        mine = owners.get(path, _NOTHING_OWNED)
+        mine, found = owners.get(path, _NOTHING_OWNED), list[Tensor]() if type(params) is GatheringParameters else tensors
         for attr, at in mine.items():
             unit, i = at
             if (tensor := own.get(attr)) is None or tensor.shape != unit.params[i].shape:
@@ -314,7 +314,7 @@ def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> tuple
                     f"parameter '{join_path(path, attr)}' of unit '{unit.key}': expected shape {list(unit.params[i].shape)} in "
                     f"the model, got {got}; was the model changed after the spec was made?"
                 )
-            tensors.append(tensor)
+            found.append(tensor)
             if (other := seen.setdefault(id(tensor), at)) is not at and other != at:
                 raise ValueError(
                     f"parameter '{join_path(path, attr)}' of unit '{unit.key}' is the same as "

@@ -139,6 +139,18 @@ def test_what_forward_holds_itself() -> None:
     assert model.helper.calls == 2
 
 
+@pytest.mark.parametrize("outer", ["ignored", "own"])
+def test_what_a_call_around_hands_out_is_no_error(outer: str) -> None:
+    """The model's own parameter, which the outer call has from its spec or arguments, in a call inside of it."""
+    inner: Any = module_class("Inner", lambda: {"l": nn.Linear(4, 4).double()}, lambda self, x, w: self.l(x) @ w)()
+    of_inner, shards = shards_of(fs.policies.whole(), inner)
+    run = lambda self, x: fs.functional_call(self.i, shards, (x, self.i.l.weight), spec=of_inner)  # noqa: E731
+    model, x = module_class("Outer", lambda: {"i": inner}, run)(), torch.ones(2, 4).double()
+    spec = (fs.policies.ignoring(fs.policies.whole(), modules=["i"]) if outer == "ignored" else fs.policies.whole())(model)
+    params = {} if outer == "ignored" else dict(model.named_parameters())
+    assert torch.equal(fs.functional_call(model, params, x, spec=spec), inner(x, inner.l.weight))
+
+
 @pytest.mark.parametrize("way", ["read", "returned"])
 def test_what_a_closure_holds(way: str) -> None:
     """Wherever forward finds a parameter of the model itself."""
