@@ -281,11 +281,12 @@ class NoGradInForwardMode(TorchFunctionMode):
         return is_any and any(isinstance(mode, cls) for mode in _get_current_function_mode_stack())
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, is_traced = kwargs or {}, torch.compiler.is_compiling()  # Dynamo cannot ask for the level
-        if is_traced and func is Tensor.unflatten:  # whose super() Dynamo traces in a call of the method alone
-            func = _unflatten
-        reads_tangent = func is torch._VF._unpack_dual
-        if torch.is_grad_enabled() or reads_tangent or not (is_traced or current_level()):
+        kwargs, is_unflatten = kwargs or {}, func is Tensor.unflatten  # Dynamo traces its super() in calls of the method alone
+        if torch.is_grad_enabled() and not is_unflatten:
+            return func(*args, **kwargs)
+        is_traced = torch.compiler.is_compiling()  # Dynamo cannot ask for the level
+        func = _unflatten if is_traced and is_unflatten else func
+        if torch.is_grad_enabled() or func is torch._VF._unpack_dual or not (is_traced or current_level()):
             return func(*args, **kwargs)
         with _set_fwd_grad_enabled(False):
             out = func(*args, **kwargs)
