@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
+from .. import _torch
 from .._batchnorm import MESH, WEIGHT, SyncBatchNorm
 from .._core.spec import PartitionSpec
 from .._core.unit import P, Unit
@@ -59,7 +59,7 @@ def wrap_in_casts(forward: Callable[..., Any], p: P) -> Callable[..., Any]:
     if precision is None or not has_casts(p):
         return forward
 
-    @functools.wraps(forward)
+    @_torch.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         output = _first_dtype((args, kwargs)) if precision.restore_outputs else precision.output
         if precision.cast_inputs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -210,7 +209,7 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
         return forward
     remat = remat_of(spec.by_path[path]) or RECOMPUTE_ALL
 
-    @functools.wraps(forward)
+    @_torch.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         with mark_region(remat):
             return forward(*args, **kwargs)

@@ -204,8 +204,9 @@ def _find_held(run: ForwardRun) -> Sequence[_Held]:
     queue = [
         _Held(path, attr, join_path(path, attr), value, False)
         for path, module in run.call.bound.modules.items()
-        for attr in _own_attributes(tuple(module.__dict__))
-        if type(value := module.__dict__[attr]) not in _ATOMIC_TYPES
+        for own in (module.__dict__,)
+        for attr in _own_attributes(tuple(own))
+        if type(value := own[attr]) not in _ATOMIC_TYPES
         if type(value) is not tuple or not _ATOMIC_TYPES.issuperset(map(type, value))  # as most are: sizes
     ]
     seen: set[int] = set()

@@ -300,10 +300,10 @@ def find_instances(modules: Mapping[str, nn.Module], kind: type[nn.Module]) -> d
 def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> tuple[Owned, list[Tensor]]:
     """Return the owners of these modules' parameters, and those that no call around replaces; raise ValueError for others."""
     owners = spec._compute_once(_owners_by_path)
-    lacking = owners.keys() - modules.keys()
+    absent = ((path, nn.Module()) for path in owners.keys() - modules.keys())  # without parameters
     owned, tensors, others = Owned(), list[Tensor](), dict[str, Mapping[str, Tensor | None]]()
     seen: dict[int, tuple[Unit, int]] = {}  # by the id of a parameter
-    for path, module in {**modules, **dict.fromkeys(lacking, nn.Module())}.items() if lacking else modules.items():
+    for path, module in itertools.chain(modules.items(), absent):
         own = params if type(params := module._parameters) is dict else own_tensors(module, "_parameters")
         mine, found = owners.get(path, _NOTHING_OWNED), list[Tensor]() if type(params) is GatheringParameters else tensors
         for attr, at in mine.items():
@@ -315,7 +315,7 @@ def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> tuple
                     f"the model, got {got}; was the model changed after the spec was made?"
                 )
             found.append(tensor)
-            if (other := seen.setdefault(id(tensor), at)) is not at and other != at:
+            if (other := seen.setdefault(id(tensor), at)) is not at:
                 raise ValueError(
                     f"parameter '{join_path(path, attr)}' of unit '{unit.key}' is the same as "
                     f"'{other[0].params[other[1]].name}' in the model, and two parameters in the spec: expected them tied "
@@ -343,6 +343,7 @@ def _owners_by_path(spec: PartitionSpec) -> dict[str, dict[str, tuple[Unit, int]
     owners: dict[str, dict[str, tuple[Unit, int]]] = {}
     for unit in spec:
         for i, param in enumerate(unit.params):
+            at = unit, i  # one object for all of its locations
             for path, attr in param.locations:
-                owners.setdefault(path, {})[attr] = unit, i
+                owners.setdefault(path, {})[attr] = at
     return owners

@@ -281,12 +281,11 @@ class NoGradInForwardMode(TorchFunctionMode):
         return is_any and any(isinstance(mode, cls) for mode in _get_current_function_mode_stack())
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, is_unflatten = kwargs or {}, func is Tensor.unflatten  # Dynamo traces its super() in calls of the method alone
-        if torch.is_grad_enabled() and not is_unflatten:
-            return func(*args, **kwargs)
-        is_traced = torch.compiler.is_compiling()  # Dynamo cannot ask for the level
-        func = _unflatten if is_traced and is_unflatten else func
-        if torch.is_grad_enabled() or func is torch._VF._unpack_dual or not (is_traced or current_level()):
+        kwargs = kwargs or {}
+        if func is Tensor.unflatten and torch.compiler.is_compiling():  # Dynamo traces its super() in calls of the method
+            func = lambda x, *sizes, **names: x.unflatten(*sizes, **names)  # noqa: E731
+        is_constant = not torch.is_grad_enabled() and func is not torch._VF._unpack_dual
+        if not (is_constant and (torch.compiler.is_compiling() or current_level())):  # Dynamo cannot ask for the level
             return func(*args, **kwargs)
         with _set_fwd_grad_enabled(False):
             out = func(*args, **kwargs)
@@ -294,10 +293,6 @@ class NoGradInForwardMode(TorchFunctionMode):
             if isinstance(out, Tensor):
                 return _detach_result(out, given)
             return type(out)(_detach_result(x, given) for x in out) if type(out) in (list, tuple) else out
-
-
-def _unflatten(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return x.unflatten(*args, **kwargs)
 
 
 def _detach_result(x: Any, given: list[Any]) -> Any:

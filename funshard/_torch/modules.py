@@ -176,9 +176,8 @@ def _forbidden_class(cls: type[Tensor]) -> type[Tensor]:
 def forbid(tensors: Sequence[Tensor]) -> Callable[[], None]:
     """Make it an error to compute with these tensors. Return a function that allows it again."""
     classes = [*map(type, tensors)]
-    forbidden = {cls: _forbidden_class(cls) for cls in {*classes}}
-    for x, cls in zip(tensors, classes, strict=True):
-        x.__class__ = forbidden[cls]
+    for x, cls in zip(tensors, map(_forbidden_class, classes), strict=True):
+        x.__class__ = cls
 
     def allow() -> None:
         for x, cls in zip(tensors, classes, strict=True):

@@ -91,6 +91,12 @@ def assume_constant(fn: F) -> F:
     return fn
 
 
+def wraps(fn: Callable[..., Any]) -> Callable[[F], F]:
+    """Apply functools.wraps, in a graph without the attributes of a functools.partial, which Dynamo does not find."""
+    updated = () if is_in_graph() and isinstance(fn, functools.partial) else functools.WRAPPER_UPDATES
+    return functools.wraps(fn, updated=updated)  # pyright: ignore[reportReturnType]  as Dynamo traces no cast of it
+
+
 def allow_in_graph(fn: F) -> F:
     """Apply torch.compiler.allow_in_graph, when Dynamo first traces the function. Pinned by tests/house/test_import.py."""
 

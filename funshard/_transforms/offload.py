@@ -187,7 +187,7 @@ def offload(
             raise ValueError(f"offload: {name}: expected at least 0 bytes, got {value}")
     target = OffloadTarget(at_least, load, None if host is None else torch.device(host))
 
-    @functools.wraps(f)
+    @_torch.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if _torch.is_in_graph() or not can_offload():
             return f(*args, **kwargs)

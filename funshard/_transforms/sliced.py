@@ -62,7 +62,7 @@ def chunked(
     if reduce not in ("sum", "mean"):
         raise ValueError(f'{name}: reduce: expected "sum" or "mean", got {reduce!r}')
 
-    @functools.wraps(f, updated=())  # Dynamo finds no dict of a functools.partial
+    @_torch.wraps(f)
     def run(w: W, rows: Rows) -> Any:
         length = find_length(f"{name}: rows", rows, dim)
         size = max(1, -(-length // chunks))

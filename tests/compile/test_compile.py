@@ -580,6 +580,25 @@ Branches = module_class(
 """A branch on values between two units."""
 
 
+@pytest.mark.parametrize("options", [{"precision": fs.Precision(param=torch.bfloat16)}, {"remat": True}])
+def test_a_partial_in_a_graph(options: dict[str, Any]) -> None:
+    """As the forward of a module, and as a function that remat, offload and chunked are given there."""
+    model = chain(1)
+    model[2].forward = functools.partial(nn.Linear.forward, model[2])
+    spec, params = shards_of(fs.by_type(Block, nn.Linear, p=P("shard", **options)), model)
+
+    def run(y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return (y * rows).sum(), rows.new_tensor(1.0)
+
+    def loss(params: fs.Params) -> Tensor:
+        y = fs.functional_call(model, params, torch.arange(8)[None], spec=spec)
+        for wrap in (fs.remat, fs.offload, lambda f: fs.chunked(f, 2)):
+            y = y * wrap(functools.partial(run))(y.mean(), torch.ones(4, dtype=y.dtype))[0]
+        return y.sum()
+
+    torch.testing.assert_close(fs.compile(fs.grad(loss), backend="aot_eager")(params), fs.grad(loss)(params))
+
+
 @seldom
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_graph_break_inside_of_a_gradient_says_so() -> None:

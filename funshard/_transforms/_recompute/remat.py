@@ -8,7 +8,6 @@ order what stays alive is the arguments, and what one run of the function needs 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -216,7 +215,7 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     what = Remat(save)
     name = f"remat of {getattr(f, '__qualname__', type(f).__name__)}"
 
-    @functools.wraps(f)
+    @_torch.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if _torch.is_in_graph():
             with mark_region(what):
