@@ -57,7 +57,7 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "unsafe rows": lambda x: (lambda y, z: torch.cat([y.tanh_() * z, z.exp() * y]))(*(x * 2).unsafe_chunk(2)) * x,
     "rows": lambda x: x + x[0] ** 2,
     "expanded": lambda x: x * x[:1].expand_as(x) ** 2,
-    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) ** 2).flatten(-2),
+    "complex": lambda x: torch.view_as_real(torch.complex(*x.unflatten(-1, (2, -1)).unbind(-2)) ** 2).flatten(-2),
     "detached": lambda x: x.detach() * x**3,
     "no grad": lambda x: x * quiet(x),
     "remat": fs.remat(lambda x: x.tanh().exp()),
