@@ -35,12 +35,12 @@ without an underscore is public.
    10  _plan                            plan: memory, communication and time of a step before it runs
        _steps                           accumulate, update_in_backward: how gradients become a step; scan: steps become a run
        _init                            init, init_buffers: a model on the meta device gets its values, a unit at a time
+       _compiled                        fs.compile: the step and the passes over its graph
        testing                          laws and exactness for users: assert_exact, spmd
     9  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
        data                             sampler: the same global batches on any number of ranks
        _call                            functional_call: its checks, the modes, the running call, schedule
        curvature                        matrices as operators: hessian, ggn, fisher; lanczos, slq, cg, hutchinson
-       _compiled                        fs.compile: the step and the passes over its graph
     8  _sharding                        shard, unshard, stream_full, reshard, skeleton, reduce_grads
        _transforms                      grad, hvp, remat, checkpoint_name, chunked, attention, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step

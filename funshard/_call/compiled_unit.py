@@ -60,7 +60,7 @@ def _find_run(path: str, module: nn.Module, inside: Sequence[nn.Module], options
 @functools.lru_cache(maxsize=256)
 def _compile(options: Compile, remat: Remat | None, structure: Hashable) -> Run:
     """Return a function with a compilation cache of its own, for modules of this structure."""
-    from .._transforms._recompute.saved_nodes import UnitBackend  # takes a second to import
+    from .compiled_backend import UnitBackend  # takes a second to import
 
     _torch.run_uncompiled(SavedTensorHooks.pack, unpack)
     settings: dict[str, Any] = dict(options.options)

@@ -25,10 +25,10 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from .. import _torch
+from .._call.compiled_backend import find_saved
 from .._core import ops
 from .._spec.options import Remat
 from .._torch.compiler import FUNC_GRADIENT, OpOverload, annotate, get_annotation, is_view, view_base
-from .._transforms._recompute.saved_nodes import find_saved
 from .._transforms._recompute.saved_results import NAME_KEY, REGION_KEY
 from ..collectives._agree import check_sequence, is_comparable
 

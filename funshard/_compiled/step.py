@@ -170,8 +170,8 @@ def _make_backend(compiler: str | Compiler, prefetch: int, in_flight: int, optio
         # Here, because the compiler takes a second to import.
         from functorch.compile import make_boxed_func
 
+        from .._call.compiled_backend import GraphPass
         from .._torch.compiler import aot_autograd, compile_fx, get_hash_for_files
-        from .._transforms._recompute.saved_nodes import GraphPass
         from . import graph as graph_file
 
         remats, code = RUNNING.regions or (), get_hash_for_files((graph_file.__file__,))

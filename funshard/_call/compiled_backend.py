@@ -1,4 +1,4 @@
-"""The nodes of a joint graph, of forward and backward, that a `Remat` saves; torch's partitioner recomputes the others.
+"""The backend of compiled units: a `Remat` saves nodes of the joint graph, and torch's partitioner recomputes the others.
 
 Import this module only to compile: torch's compilers take a second to import.
 """
@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..._spec.options import Remat
-from ..._torch.compiler import (
+from .._spec.options import Remat
+from .._torch.compiler import (
     CustomGraphPass,
     OpOverload,
     compile_fx,
@@ -28,7 +28,7 @@ from ..._torch.compiler import (
     original_op,
     view_base,
 )
-from .saved_results import NAME_KEY
+from .._transforms._recompute.saved_results import NAME_KEY
 
 _FIRST_PASS, _LAST_PASS = "joint_custom_pre_pass", "joint_custom_post_pass"
 """Inductor's options for a pass over the graph of forward and backward before its own, which replace nodes, and after them."""
