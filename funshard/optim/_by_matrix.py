@@ -252,7 +252,7 @@ class MatrixStep:
             new = owned[matrix.name]
             if not batch.to_owners:  # simulated ranks, of which one is the owner
                 new = {key: batch.select_on_owner(matrix, x, old[matrix.name][key]) for key, x in new.items()}
-            self.owned[matrix.name] = {key: tie(x) for key, x in new.items()}
+            self.owned[matrix.name] = {key: tie(x).contiguous() for key, x in new.items()}  # as a checkpoint gives it back
         return [
             {name: tie(results[name][i].to(payload[i].dtype)) for name, payload in sent.items()}
             for i in range(self.rule.result_count)
