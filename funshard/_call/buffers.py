@@ -122,7 +122,7 @@ class CallBuffers:
     def __init__(
         self, modules: Mapping[str, nn.Module], buffers: Mapping[str, Tensor] | None, spec: PartitionSpec | None, valued: bool
     ) -> None:
-        self.given = dict(buffers or {})
+        self.given, self._returns = dict(buffers or {}), buffers is not None
         self._replaced = replace_buffers(modules, self.given, spec)
         with_buffers = {path: module for path, module in modules.items() if module._buffers}  # few of them
         own = ((join_path(path, attr), x) for path, module in with_buffers.items() for attr, x in module._buffers.items())
@@ -132,24 +132,28 @@ class CallBuffers:
                 f"functional_call: buffers are on the meta device, without values: {abridge(empty)}; expected all in buffers=, "
                 "as fs.init_buffers(model, spec) makes them; those that no initialiser makes have to be made by hand"
             )
+        own = ((join_path(path, attr), module, attr) for path, module in with_buffers.items() for attr in module._buffers)
+        self._unset = [one for one in own if one[1]._buffers[one[2]] is None]
         for module in with_buffers.values():
             vars(module)["_buffers"] = dict(module._buffers)
         for module, attr, _, used, _ in self._replaced.values():
             module._buffers[attr] = used
 
     def updated(self) -> dict[str, Tensor]:
-        """Return the given buffers as they are now, in their own dtypes."""
+        """Return the given buffers as they are now, in their own dtypes, and those that were None and that forward has made."""
         given = {name: x for name, x in self._replaced.items() if name in self.given}
-        return {name: cast_back(now, x.before, x.used) for name, x in given.items() if (now := x.now) is not None}
+        made = {name: x for name, module, attr in self._unset if (x := module._buffers.get(attr)) is not None}
+        return made | {name: cast_back(now, x.before, x.used) for name, x in given.items() if (now := x.now) is not None}
 
     def changed(self) -> list[str]:
-        """Return the names of the copies that forward has changed."""
+        """Return the names of what is thrown away: copies that forward has changed, and made buffers that nobody is given."""
         copied = {name: x for name, x in self._replaced.items() if name not in self.given}
         moved = {(x.module, x.attr) for x in copied.values() if x.now is not x.used or _torch.version(x.used)}
         # The kernels of BatchNorm do not tell the version of its statistics, but its module counts.
         counted = {module for module, attr in moved if attr == "num_batches_tracked"}
         moved |= {(module, attr) for module in counted for attr in ("running_mean", "running_var")}
-        return [name for name, x in copied.items() if (x.module, x.attr) in moved]
+        made = [] if self._returns else [*self.updated()]
+        return [name for name, x in copied.items() if (x.module, x.attr) in moved] + made
 
     def registered_again(self) -> dict[str, str]:
         """Return by path a given buffer of each module that forward has registered another tensor for."""

@@ -208,7 +208,7 @@ def _run_call(
     """Call the model, or another of its methods than forward. ``returned`` are globs of attributes to return."""
     with call.install(buffers, returned=returned, guards=_GUARDS) as run:
         forward = getattr(call.bound.modules[""], method or "__call__")
-        run.out = wrap_in_casts(forward, call.spec.by_path[""])(*args, **kwargs)
+        run.out = wrap_in_casts(forward, call.spec.by_path[""], "")(*args, **kwargs)
     return run
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,53 +33,68 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _map_floats(fn: Callable[[Tensor | PackedSequence], Tensor | PackedSequence], tree: Any) -> Any:
-    """Apply ``fn`` to the floating-point tensors and packed sequences of a tree, also in dataclasses and UserDict."""
+    """Apply ``fn`` to the floating-point tensors and packed sequences of a tree; return the tree itself if all stay."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return fn(leaf) if leaf.is_floating_point() else leaf
         if isinstance(leaf, PackedSequence):
             return fn(leaf) if leaf.data.is_floating_point() else leaf
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            out = copy.copy(leaf)
-            for field in dataclasses.fields(leaf):
-                if hasattr(leaf, field.name):
-                    object.__setattr__(out, field.name, _map_floats(fn, getattr(leaf, field.name)))  # frozen ones, too
-            return out
-        if isinstance(leaf, UserDict | SimpleNamespace):  # a BatchEncoding, too
-            out = copy.copy(leaf)
-            vars(out).update(_map_floats(fn, vars(leaf)))
-            return out
-        return leaf
+        is_data = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+        if not is_data and not isinstance(leaf, UserDict | SimpleNamespace):  # a BatchEncoding, too
+            return leaf
+        names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)] if is_data else [*vars(leaf)]  # pyright: ignore
+        values = {name: getattr(leaf, name) for name in names}
+        if (mapped := _map_floats(fn, values)) is values:
+            return leaf
+        out = copy.copy(leaf)
+        for name, value in mapped.items():
+            object.__setattr__(out, name, value)  # frozen ones, too
+        return out
 
-    return pytree.tree_map(one, tree)
+    leaves, structure = pytree.tree_flatten(tree)
+    mapped = [one(leaf) for leaf in leaves]
+    return tree if all(map(operator.is_, mapped, leaves)) else pytree.tree_unflatten(mapped, structure)
 
 
-def wrap_in_casts(forward: Callable[..., Any], p: P) -> Callable[..., Any]:
-    """Return a module's forward, or another method, with its inputs and outputs cast."""
+def wrap_in_casts(forward: Callable[..., Any], p: P, path: str) -> Callable[..., Any]:
+    """Return a module's forward, or another method, with its inputs and outputs cast.
+
+    It gets copies of the lists and dicts that have a tensor to cast. RuntimeError if it writes to one, which would be lost.
+    """
     precision = precision_of(p)
     if precision is None or not has_casts(p):
         return forward
 
     @_torch.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        output = _first_dtype((args, kwargs)) if precision.restore_outputs else precision.output
-        if precision.cast_inputs:
-            args, kwargs = cast_floats((args, kwargs), precision.param)
-        return cast_floats(forward(*args, **kwargs), output)
+        given = [*args, *kwargs.values()]
+        floats = _list_floats(given) if precision.restore_outputs else ()
+        output = floats[0].data.dtype if floats else precision.output
+        cast = [cast_floats(x, precision.param) for x in given] if precision.cast_inputs else given
+        copies = [new for new, old in zip(cast, given, strict=True) if new is not old and not isinstance(new, Tensor)]
+        before = [*pytree.tree_leaves(copies), *_list_floats(copies)]
+        out = forward(*cast[: len(args)], **dict(zip(kwargs, cast[len(args) :], strict=True)))
+        for x in [*pytree.tree_leaves(copies), *_list_floats(copies)]:
+            if not any(map(partial(operator.is_, x), before)):
+                raise RuntimeError(
+                    f"module '{path}' writes to a list, dict or dataclass that it was given, and gets as a copy with tensors "
+                    f"cast by {p}: expected the value in its result, or tensors in the unit's dtype, which are not copied"
+                )
+        return cast_floats(out, output)
 
     return run
 
 
-def _first_dtype(tree: Any) -> torch.dtype | None:
-    dtypes: list[torch.dtype] = []
+def _list_floats(tree: Any) -> list[Tensor | PackedSequence]:
+    found: list[Tensor | PackedSequence] = []
 
     def note(x: Tensor | PackedSequence) -> Tensor | PackedSequence:
-        dtypes.append(x.data.dtype)
+        found.append(x)
         return x
 
     _map_floats(note, tree)
-    return dtypes[0] if dtypes else None
+    return found
 
 
 def cast_params(tensors: Sequence[Tensor], unit: Unit) -> Sequence[Tensor]:
@@ -122,4 +139,4 @@ def module_overrides(
                 yield module, WEIGHT, weight
     for at, p in spec.by_path.items():
         if p.precision and has_casts(p) and at in modules and at != path:
-            yield modules[at], "forward", wrap_in_casts(modules[at].forward, p)
+            yield modules[at], "forward", wrap_in_casts(modules[at].forward, p, at)

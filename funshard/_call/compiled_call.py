@@ -60,7 +60,7 @@ def run(
         overrides = module_overrides(modules, modules, spec, "", inputs.weight)
         for module, name, value in itertools.chain(overrides, _forward_overrides(modules, spec)):
             setattr(module, name, value)
-        run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""])
+        run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""], "")
         out = _wrap_in_region(run, "", spec)(*args, **kwargs)
         after = {name: module._buffers[attr] for name, (module, attr, _, _, _) in replaced.items()}
     _keep_buffers(replaced, after, buffers)

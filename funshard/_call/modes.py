@@ -224,10 +224,8 @@ class UnitInUse:
 def choose_mode(inputs: CallInputs, *, is_inner: bool, replaces: bool) -> Inline:
     """Return the mode of an uncompiled call: scheduled, gathered again by each level of transforms, or plain data flow.
 
-    Args:
-        inputs: What the call gathers.
-        is_inner: Whether this is a call inside of another that backward runs: it need keep nothing for derivatives.
-        replaces: Whether saved weights are replaced. A checkpoint around the call would do that itself.
+    A call that ``is_inner``, which backward runs inside of another, need keep nothing for derivatives. ``replaces`` says
+    whether saved weights are replaced: a checkpoint around the call would do that itself.
     """
     params, spec, *_ = inputs
     level, is_simulated = _torch.current_level(), spec.bound_mesh.is_simulated

@@ -167,12 +167,12 @@ class _RecomputedModule:
                     new = kept_attributes(module)
                     own[path] |= {name: value for name, value in new.items() if old.get(name, old) is not value}
                     own[path] |= dict.fromkeys(sorted(old.keys() - new.keys()), _Deleted)
-        for name, copy in copies.items():
-            buffer = now[join_path(*name)]
-            buffers[name] = buffer, (is_new := buffer is not copy)
+        for name, buffer in now.items():  # also what was None
+            path, _, attr = name.rpartition(".")
+            buffers[path, attr] = buffer, (is_new := buffer is not copies.get((path, attr)))
             if (buffer.requires_grad and not (is_new and self._level)) or (not is_new and _torch.has_tangent(buffer)):
                 raise RuntimeError(
-                    f"{self.name} puts a tensor into its buffer '{join_path(*name)}' that has a derivative, which would be "
+                    f"{self.name} puts a tensor into its buffer '{name}' that has a derivative, which would be "
                     "lost: expected it detached, or in the result of the module"
                 )
         used = call.used_parameters or set()

@@ -59,9 +59,10 @@ class UnitScopes:
     def gather(self, unit: Unit, *, is_read: bool = False) -> UnitInUse:
         """Return the unit; gather it unless it is in use, for its module or because forward reads one of its parameters."""
         if RUNNING.names != self._inside:
+            where = RUNNING.names[-1] if RUNNING.names else "another thread"
             raise RuntimeError(
-                f"unit '{unit.key}' is read inside of {RUNNING.names[-1]}, which does not own it: there it would have no "
-                "gradient; expected P(remat=True) for the module around both, or the tensor alone among the arguments, as in "
+                f"unit '{unit.key}' is read inside of {where}, which does not own it: there it would have no gradient; "
+                "expected P(remat=True) for the module around both, or the tensor alone among the arguments, as in "
                 "fs.remat(F.linear)(x, self.weight)"
             )
         hooks = _torch.current_saved_tensor_hooks(False)

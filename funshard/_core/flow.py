@@ -50,9 +50,6 @@ def divide_factors(total: float) -> tuple[float, float]:
 
     The first is a power of two near its square root, so that sums of float16 neither overflow nor vanish: doubled from 1
     on while it divides ``total`` and is below what is left. The rule of ``DefaultState._get_gradient_predivide_factor``.
-
-    >>> [divide_factors(n) for n in (1, 2, 6, 8)]
-    [(1.0, 1.0), (2.0, 1.0), (4.0, 1.5), (4.0, 2.0)]
     """
     before = 1.0
     while total % before == 0 and total / before > before:

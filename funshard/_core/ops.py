@@ -25,11 +25,9 @@ from .mesh import Axis, Simulated
 
 
 class PendingResult:
-    """The result of a collective that is running. Call it once to wait; until then its buffers live.
+    """The result of a collective that is running. Call it once to wait for ``outs``; until then its buffers live.
 
-    Args:
-        outs: What to wait for.
-        result: Makes the result of ``outs`` once they are complete; by default the only one is it.
+    ``result`` makes the result of them; by default the only one is it.
     """
 
     __slots__ = ("_result", "outs")
@@ -68,16 +66,10 @@ def missing_group_error(size: int) -> ValueError:
 
 
 def start_op(op: str, x: Tensor, context: OpContext, out: Tensor | None = None) -> PendingResult:
-    """Start an op on a process group.
+    """Start an op of `OPS` on a process group; ValueError if the axis has none.
 
-    Args:
-        op: Its name in `OPS`.
-        x: The input.
-        context: The process group, and what the op needs beside it.
-        out: The buffer for the result of a gather, which casts to its dtype, or ``x`` itself for an all-reduce in place. None
-            while operators are recorded, because a graph has to be functional.
-
-    Raises ValueError if the axis has no process group.
+    ``out`` is the buffer for the result of a gather, which casts to its dtype, or ``x`` itself for an all-reduce in place. It
+    is None while operators are recorded, because a graph has to be functional.
     """
     if not context.name:
         raise missing_group_error(context.size)

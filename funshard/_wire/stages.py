@@ -100,9 +100,6 @@ class Stage:
         return None
 
 
-# --- Between two collectives: copies, casts, divisions ---
-
-
 @dataclass(frozen=True)
 class Move(Stage):
     """A copy to the device where the slice is used, if it is host-resident, and a cast; gradients go the way back."""
@@ -136,11 +133,7 @@ class Move(Stage):
 
 @dataclass(frozen=True)
 class Divide(Stage):
-    """A division of gradients.
-
-    NCCL's PREMUL_SUM would divide as it sends, but functional collectives name an op by a string, which has no place for its
-    factor: "Unrecognized reduce_op: premul_sum" in torch 2.11 to 2.13.
-    """
+    """A division of gradients. NCCL's PREMUL_SUM would divide as it sends, but functional collectives of torch 2.13 lack it."""
 
     divisor: float
 
@@ -160,9 +153,6 @@ class GradDtype(Stage):
 
     def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         return move(grad, self.device, self.dtype)  # which is there, but for a slice that is to be reduced over more axes
-
-
-# --- Collectives over one axis of the mesh ---
 
 
 @dataclass(frozen=True)
@@ -309,9 +299,6 @@ class Replicas(_Collective):
     def start_transpose(self, names: Names) -> StartStep | None:
         context, op = self.context(names, reduces=True), f"unvary_{self.op}"
         return lambda x, out: start_op(op, x, context, None if _torch.is_tracing() else x)  # in place
-
-
-# --- Around the gathers: what is sent of a slice ---
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def save(
 
     Raises:
         ValueError, TypeError: For a slice of another spec, values that differ between ranks, or that cannot be saved.
-        CheckpointError: For a failure while files are written, on every rank. Nothing new is at ``path`` unless it says so.
+        CheckpointError, OSError: For a failure while files are written, on every rank. Nothing new is there unless it says so.
 
     Example:
         >>> import tempfile, torch, funshard as fs

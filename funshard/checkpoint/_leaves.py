@@ -60,9 +60,6 @@ def range_to_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     """Return the boxes that elements ``begin`` to ``end`` of a tensor in row-major order consist of, in this order.
 
     There are at most ``2 * len(shape) - 1``. A tensor without elements or dimensions is one box.
-
-    >>> [tuple(box) for box in range_to_boxes([3, 4], 2, 12)]
-    [((0, 2), (1, 2)), ((1, 0), (2, 4))]
     """
     inner = tuple(shape[1:])
     if not math.prod(shape):
@@ -321,7 +318,8 @@ def clean_name(key: str) -> str:
 def check_storable(value: Any, what: str) -> None:
     """Check that files can hold a value. Raises TypeError or ValueError, beginning with ``what``, otherwise."""
     is_plain = isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter)
-    if not is_plain or value.layout != torch.strided or value.is_quantized:
+    is_packed = is_plain and re.fullmatch(r"torch\.(q.*|u?int[1-7])", str(value.dtype))  # which torch.save refuses, or is to
+    if not is_plain or value.layout != torch.strided or is_packed:
         got = f" {value.dtype} {value.layout}" if isinstance(value, Tensor) else ""
         raise TypeError(f"{what}: expected a plain, dense tensor, got {type(value).__name__}{got}")
     if value.dim() > MAX_DIMS:
@@ -360,21 +358,27 @@ def write_record(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int]:
     dense = tensor.contiguous().cpu()
     elements = _torch.host_bytes(dense)
     nbytes = offset = crc32 = 0
+    errors: list[BaseException] = []
 
     def write(raw: memoryview) -> int:
         nonlocal nbytes, offset, crc32
         is_found = len(raw) == len(elements) and (len(raw) > 4096 or raw == elements)  # all else that it writes is short
         offset = nbytes if is_found else offset
-        for begin in range(0, len(raw), _directory.PIECE_BYTES):
-            piece = raw[begin : begin + _directory.PIECE_BYTES]
-            crc32 = _directory.checksum(piece, crc32 if begin else 0) if is_found else crc32
-            file.write(piece)
+        try:
+            for begin in range(0, len(raw), _directory.PIECE_BYTES):
+                piece = raw[begin : begin + _directory.PIECE_BYTES]
+                crc32 = _directory.checksum(piece, crc32 if begin else 0) if is_found else crc32
+                file.write(piece)
+        except BaseException as error:  # torch's writer ends the process if this raises, as on a full disk
+            errors.append(error)
         nbytes += len(raw)
         return len(raw)
 
     flat = torch.frombuffer(elements, dtype=torch.uint8) if elements else torch.empty(0, dtype=torch.uint8)
     alone = flat.view(dense.dtype).view(dense.shape) if elements else torch.empty(dense.shape, dtype=dense.dtype)
     _torch.save_unchecked(alone, types.SimpleNamespace(write=write))
+    if errors:
+        raise errors[0]
     return nbytes, offset, crc32
 
 

@@ -34,6 +34,9 @@ def _make_optimizer(
         _checks.check_rate(learning_rate, f"{name}: learning_rate", optional=False)
     counts = counts or callable(learning_rate)
     _checks.check_nonnegative(name, **{key: x for key, x in hyper.items() if isinstance(x, float | int)})
+    for key, x in hyper.items():
+        if key in ("b1", "b2", "decay") and isinstance(x, float | int) and not x < 1:
+            raise ValueError(f"{name}: {key}: expected a number below 1, got {x}")
 
     def check(param: str, given: Mapping[str, Any]) -> None:
         _checks.check_options(f"{name}: options of '{param}'", given, ["lr", *hyper])

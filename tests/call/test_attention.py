@@ -160,8 +160,7 @@ def attend(x: Tensor) -> Tensor:
 def test_nested_contexts_and_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The innermost context counts, in its thread alone, and ends with its block, also by an error.
 
-    It is left where it was entered: in another thread that is an error of torch's there, and nothing changes here.
-    """
+    It is left where it was entered: in another thread that is an error of torch's there, and nothing changes here."""
     x = normal(1, 1, LENGTH, 3)
     with blocks_seen(monkeypatch) as seen:
         with fs.transforms_attention(4):

@@ -103,7 +103,7 @@ BOXES: list[Any] = [
 @every(wrap=BOXES, given=[F16, F32, F64, torch.int64])
 def test_outputs_are_restored(wrap: Any, given: torch.dtype) -> None:
     """To the dtype of the first floating point input; without one they stay."""
-    run = wrap_in_casts(lambda a: torch.ones(2, dtype=BF16), P(precision=Precision(param=BF16, restore_outputs=True)))
+    run = wrap_in_casts(lambda a: torch.ones(2, dtype=BF16), P(precision=Precision(param=BF16, restore_outputs=True)), "")
     assert run(wrap(torch.ones(2, dtype=given))).dtype == (given if given.is_floating_point else BF16)
 
 
@@ -189,6 +189,15 @@ def test_buffers_that_are_not_cast_are_what_forward_left(precision: Precision | 
     assert (buffers["cache"].dtype, buffers["cache"].shape) == (F32, (3,))
     given = torch.full((), 1 / 3, dtype=F64).to((precision and precision.param) or F64)
     assert buffers["cache"][2] == given.to((precision and precision.buffer) or F32)
+
+
+def test_what_a_module_writes_to_a_list_that_it_was_given() -> None:
+    """It is the caller's where nothing is cast, or an error."""
+    for dtype, words in ((BF16, ""), (F32, r"module 'a' writes to a list, dict or dataclass that it was given")):
+        given = [torch.ones(2, dtype=dtype)]
+        run = wrap_in_casts(lambda x: x.append(x[0] + 1), P(precision=Precision(param=BF16)), "a")
+        refused(RuntimeError, words, lambda run=run, given=given: run(given)) if words else run(given)
+        assert len(given) == (1 if words else 2)
 
 
 # --- Precision as data ---

@@ -393,7 +393,7 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
         with torch.device("meta"):  # as where the model was made
             found = checkpoint.load(path, spec)
         assert_same(found, state | {"parameter": torch.ones(3)})
-    for wrong in (torch.eye(3).to_sparse(), torch.ones(3, device="meta")):
+    for wrong in (torch.eye(3).to_sparse(), torch.ones(3, device="meta"), torch.empty(3, dtype=torch.uint1)):
         with pytest.raises((TypeError, ValueError), match=r"state 'a\.0': expected a (plain, dense )?tensor"):
             checkpoint.save(tmp_path / "2", {"a": [wrong]}, spec)
     assert not (tmp_path / "2").exists()

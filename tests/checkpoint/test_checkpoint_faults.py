@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -107,8 +108,7 @@ def newer(path: Path) -> None:
 def test_damage(gloo2: Pool, tmp_path: Path, damage: Callable[[Path], None], kind: str, text: str) -> None:
     """It names tensor and file on every rank; `latest` passes over what is cut short or missing, and the one before loads.
 
-    What it passes over, a save to the same path takes the place of, and of nothing else.
-    """
+    What it passes over, a save to the same path takes the place of, and of nothing else."""
     gloo2.run(write, str(tmp_path / "1"))
     gloo2.run(write, str(tmp_path / "2"), 2)
     damage(tmp_path / "2")
@@ -481,6 +481,16 @@ def test_a_directory_that_cannot_be_written_to(gloo2: Pool, tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     text = r"checkpoint\.save: rank 0: .*(Not a directory|File exists)"
     gloo2.run(expect, "OSError", text, write, str(tmp_path / "file" / "1"))
+
+
+def test_a_write_that_fails_ends_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's writer would end it, by what its destructor writes."""
+    spec = fs.policies.whole()(nn.Linear(3, 2))
+    for error in (OSError("disk full"), KeyboardInterrupt()):
+        monkeypatch.setattr(staging, "checksum", mock.Mock(side_effect=[0, error]))
+        with pytest.raises(type(error)):
+            checkpoint.save(tmp_path / "a", {"x": torch.randn(300_000)}, spec)
+    assert not (tmp_path / "a").exists()
 
 
 def test_all_is_flushed_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

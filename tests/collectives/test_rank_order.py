@@ -407,8 +407,7 @@ def test_a_changed_element_always_shows(dtype: torch.dtype, numel: int, seed: in
 def test_digests_of_long_tensors_and_of_odd_shapes() -> None:
     """A changed element shows over more than one piece of what is looked at together, also where equal changes are far apart.
 
-    Meta tensors count as alike; empty and 0-dim parameters and other memory orders are values like others.
-    """
+    Meta tensors count as alike; empty and 0-dim parameters and other memory orders are values like others."""
     x = torch.ones(1 << 19)
     own = digest(x)
     for places in ([0], [(1 << 19) - 1], [1 << 18], [5, 5 + (1 << 18)]):

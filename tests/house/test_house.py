@@ -116,8 +116,8 @@ def test_files_are_short() -> None:
 
 
 BUDGETS = {
-    "_call": 3375, "_compiled": 775, "_core": 2425, "_init": 450, "_plan": 1100, "_sharding": 1075, "_slices": 475,
-    "_spec": 1000, "_steps": 925, "_torch": 1950, "_transforms": 3000, "_wire": 1775, "checkpoint": 2735,
+    "_call": 3385, "_compiled": 775, "_core": 2425, "_init": 450, "_plan": 1100, "_sharding": 1075, "_slices": 475,
+    "_spec": 1000, "_steps": 925, "_torch": 1950, "_transforms": 2985, "_wire": 1775, "checkpoint": 2735,
     "codecs": 350, "collectives": 1425, "compress": 475, "curvature": 675, "data": 225, "optim": 3675,
     "testing": 625,
 }  # fmt: skip
@@ -137,7 +137,7 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 29_430
+    assert sum(lines.values()) <= 29_428
 
 
 def test_tests_stay_within_their_budget() -> None:

@@ -217,8 +217,7 @@ def reduced(compressor: Compressor[Any], spec: fs.PartitionSpec, loss: Callable[
 def test_compressors_on_real_ranks(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Over all axes, and by a compressor that takes some of them and leaves the others to exact reductions.
 
-    Units with local axes are exact, whatever the rank of PowerSGD.
-    """
+    Units with local axes are exact, whatever the rank of PowerSGD."""
     case = Rank(rank, sizes, options)
     case.xs = case.xs[:, :1]
     want, loss = case.expected(), lambda p: case.loss(p, case.x[0])
@@ -420,8 +419,7 @@ FEATURES, HIDDEN = 4, 12
 class Dropped(nn.Module):
     """Columns and rows between normalised activations and results that ranks share, which are dropped, as hidden features are.
 
-    A rank draws for its columns, all draw for what they share.
-    """
+    A rank draws for its columns, all draw for what they share."""
 
     def __init__(self, ranks: int = 1) -> None:
         super().__init__()

@@ -184,6 +184,7 @@ def test_the_gradient_through_two_updates_with_options() -> None:
 def test_what_a_rule_refuses() -> None:
     init, _ = optim.adam(0.1)
     refused(ValueError, "adamw: eps_root: expected at least 0, got -1", lambda: optim.adamw(0.1, eps_root=-1.0))
+    refused(ValueError, "adamw: b2: expected a number below 1, got 1", lambda: optim.adamw(0.1, b2=1.0))
     with pytest.raises(TypeError, match="sgd: learning_rate: expected a number or a tensor of one, got str"):
         optim.sgd("0.1")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"unit '': expected real parameters, got torch\.complex64; optim\.from_torch takes th"):

@@ -129,13 +129,8 @@ class Vjp:
 class SlicedFunction:
     """A function of tensors that runs on one slice of its arguments after another, and joins or adds up the results.
 
-    Sums of 16 bits are in float32. What is alive is the sums, and what one part needs.
-
-    Args:
-        parts: The functions of the slices, with the same arguments and results.
-        sizes: The length of each slice.
-        in_dims: For each argument the dimension along which it is sliced, None for one that all parts share.
-        out_dims: For each result the dimension along which it is joined, None for one that is added up.
+    Sums of 16 bits are in float32. What is alive is the sums, and what one part needs. ``parts`` are the functions of slices of
+    these ``sizes``; the dims are those along which arguments are sliced (None: shared) and results joined (None: added up).
     """
 
     def __init__(self, parts: Sequence[TensorFunction], sizes: Sequence[int], in_dims: Dims, out_dims: Dims) -> None:
