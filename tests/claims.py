@@ -112,7 +112,8 @@ def asked_tests(pages: Path) -> Iterator[tuple[str, str]]:
     """Yield the section and name of what PEER_TESTS.md claims; without the shortlist (0) and defects of the peer (19).
 
     In a table the claims of a row are the names in its first cell, or its words if there are none; elsewhere they are names of
-    tests. The last section has formulas, by bold words."""
+    tests. The last section has formulas, by bold words.
+    """
     parts = re.split(r"^## (\d+)\. ", (pages / PEER_TESTS).read_text(), flags=re.MULTILINE)
     for section, body in zip(parts[1::2], parts[2::2], strict=True):
         if section == "20":
@@ -133,7 +134,8 @@ def is_named(name: str, known: list[str]) -> bool:
     """Return whether one of the known names is that of a claim, which may be a part of a name.
 
     A part begins or ends with an ellipsis, or goes on with alternatives, of which the first is looked for. Parameters in
-    brackets do not count."""
+    brackets do not count.
+    """
     whole = re.sub(r"\[[^\]]*\]$", "", re.sub(r"^[\w.]+::(?=\w)", "", name))
     part = re.split(r"[…{(*:/]", whole.lstrip("…"))[0].strip()
     return whole in known if part == whole else any(part in other for other in known)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -43,44 +44,22 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("thorough")
 
 
-def _pool(size: int, backend: str) -> Iterator[Pool]:
-    pool = Pool(size, backend)
-    yield pool
-    pool.stop()
+def _pool(size: int, backend: str = "", scope: Any = "session") -> Any:
+    """A fixture of so many real ranks, by default of gloo or, with --worst, of worst.py's group."""
+
+    @pytest.fixture(scope=scope)
+    def ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
+        pool = Pool(size, backend or ("worst" if request.config.getoption("--worst") else "gloo"))
+        yield pool
+        pool.stop()
+
+    return ranks
 
 
-def _backend(request: pytest.FixtureRequest) -> str:
-    return "worst" if request.config.getoption("--worst") else "gloo"
-
-
-@pytest.fixture(scope="session")
-def alone() -> Iterator[Pool]:
-    """One rank, in a process of its own."""
-    yield from _pool(1, "gloo")
-
-
-@pytest.fixture(scope="session")
-def gloo2(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """Two real ranks."""
-    yield from _pool(2, _backend(request))
-
-
-@pytest.fixture(scope="session")
-def gloo4(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """Four real ranks."""
-    yield from _pool(4, _backend(request))
-
-
-@pytest.fixture(scope="module")
-def worst2() -> Iterator[Pool]:
-    """Two real ranks on the worst case of NCCL's streams (worst.py). Of a few modules: while idle, ranks keep waking up."""
-    yield from _pool(2, "worst")
-
-
-@pytest.fixture(scope="module")
-def worst4() -> Iterator[Pool]:
-    """Four of them."""
-    yield from _pool(4, "worst")
+alone = _pool(1, "gloo")
+gloo2, gloo4 = _pool(2), _pool(4)
+worst2, worst4 = _pool(2, "worst", "module"), _pool(4, "worst", "module")
+"""On the worst case of NCCL's streams (worst.py). Of a few modules: while idle, ranks keep waking up."""
 
 
 @pytest.fixture

@@ -186,7 +186,8 @@ class NoGradRecorder(TorchFunctionMode):
 def by_hvp(f: Loss, p: Params, v: Params) -> Result:
     """By torch's jvp, or by reverse mode alone where forward uses no_grad, which torch's jvp ignores.
 
-    A pullback is linear, and its own pullback is the derivative of the gradient."""
+    A pullback is linear, and its own pullback is the derivative of the gradient.
+    """
     with NoGradRecorder() as recorder:
         f(p)
     if not recorder.is_used:
@@ -346,7 +347,8 @@ def modes() -> tuple[Any, ...]:
 def untouched(net: nn.Module, tensors: list[Tensor]) -> Iterator[None]:
     """Raises Verdict where the block raises, and unless model, tensors and modes are as before.
 
-    With an error a tensor may have been written to if its values were put back."""
+    With an error a tensor may have been written to if its values were put back.
+    """
     copies, versions, before = [t.clone() for t in tensors], [t._version for t in tensors], modes()
     error: BaseException | None = None
     try:
@@ -403,7 +405,8 @@ def watched(case: Case) -> contextlib.AbstractContextManager[None]:
 def run(case: Case, mesh: Any = None, rank: int = 0, ranks: int = 1, *, equal: bool = False) -> str:
     """What is wrong with the case on these ranks; "" if nothing is, "refused: ..." if an error says what.
 
-    With ``equal`` the ranks of the mesh all do the same (mirror.py)."""
+    With ``equal`` the ranks of the mesh all do the same (mirror.py).
+    """
     plain = Plain(case, ranks, equal=equal)
     with reference():
         expected, values = plain.run(case.transform, rank)

@@ -92,7 +92,8 @@ def assume_exact(model: nn.Module, xs: Tensor, transform: Transform) -> None:
     """Drops cases with numbers that float64 does not hold.
 
     All is a polynomial in parameters, directions and inputs with positive coefficients: nothing on the way is larger
-    than the result with positive ones."""
+    than the result with positive ones.
+    """
     t, v = ({k: p.abs() + 1 for k, p in values(model, seed).items()} for seed in (0, 1))
     largest = transform(mean_loss(model, xs), t, v)
     assume(all(bool((g < EXACT).all()) for g in largest.values()))
@@ -101,7 +102,8 @@ def assume_exact(model: nn.Module, xs: Tensor, transform: Transform) -> None:
 def assert_shards_of_mean(case: Case, transform: Transform, reference: Transform | None = None, *, exact: bool = True) -> None:
     """``transform`` of each rank's loss, on shards, is the shards of ``reference`` of the mean loss, bit by bit if exact.
 
-    ``reference`` is a transform of full parameters, by default the same."""
+    ``reference`` is a transform of full parameters, by default the same.
+    """
     model, policy, sizes = case
     xs = inputs(sizes, exact=exact)
     t, v = (values(model, seed, exact=exact) for seed in (0, 1))

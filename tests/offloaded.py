@@ -95,7 +95,8 @@ class Told(torch.autograd.Function):
 class Where(TorchDispatchMode):
     """How much of storages of ``unit`` bytes or more is alive on the device ("meta") and on the host, in units: now, at most.
 
-    Every copy between the two is noted and not made; the ``callers`` tensor is not counted."""
+    Every copy between the two is noted and not made; the ``callers`` tensor is not counted.
+    """
 
     def __init__(self, unit: int, callers: Tensor | None = None) -> None:
         super().__init__()

@@ -199,7 +199,8 @@ def check_parity(
 ) -> dict[str, Tensor]:
     """Losses, gradients and parameters agree with the averaged plain run at every step; the trained full parameters.
 
-    Elementwise optimizers act on shards as they are. What the spec says is frozen is not given to either optimizer."""
+    Elementwise optimizers act on shards as they are. What the spec says is frozen is not given to either optimizer.
+    """
     options = {"lr": 1e-2, **options}
     spec = spec.bound
     reference = copy.deepcopy(model)

@@ -244,7 +244,8 @@ def mesh_of(*sizes: int, **named: int) -> DeviceMesh:
 def real_ranks(count: int | Callable[..., int], backend: str = "gloo") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test ``fn(rank, ...)`` is run by each of so many ranks, with what it is parametrized by and its fixtures, pickled.
 
-    A function of some of these says 2 or 4 for each case."""
+    A function of some of these says 2 or 4 for each case.
+    """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
         names = list(inspect.signature(fn).parameters)[1:]
@@ -317,7 +318,8 @@ def ended(processes: Sequence[mp.process.BaseProcess], seconds: float = TIMEOUT)
 def launch(ranks: int, path: Path, *argv: str, **env: str) -> str:
     """What a script prints, all of its ranks together: run plainly on one, as by torchrun on more; ``env`` as for `start`.
 
-    Raises AssertionError with all it said if a rank fails or takes longer than `TIMEOUT` seconds."""
+    Raises AssertionError with all it said if a rank fails or takes longer than `TIMEOUT` seconds.
+    """
     with tempfile.NamedTemporaryFile("r") as output:
         codes = ended(start(ranks, path, argv, output.name, **env))
         said = output.read()

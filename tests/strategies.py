@@ -49,7 +49,8 @@ def modules(
 ) -> SearchStrategy[nn.Module]:
     """Return a strategy of module trees with odd, empty and 0-dim parameters, shared modules, tied and frozen parameters.
 
-    Each maps a 0-dim tensor to a 0-dim tensor, by sums and products: exact on small whole numbers."""
+    Each maps a 0-dim tensor to a 0-dim tensor, by sums and products: exact on small whole numbers.
+    """
     shapes = st.lists(st.sampled_from([(), (1,), (2,), (3,), (2, 3), (0,), (5,), (1, 7)]), max_size=3)
     kinds = st.sampled_from([ResidualNode, OtherResidualNode])
 

@@ -50,7 +50,8 @@ class Misuse(Exception):
 class _Log:
     """Of this process: what was issued and found, and where the result of the last wait is, with its unit.
 
-    Collectives are counted over all groups of the same ranks."""
+    Collectives are counted over all groups of the same ranks.
+    """
 
     issued: Counter[tuple[int, ...]] = field(default_factory=Counter)
     waited: Counter[tuple[int, ...]] = field(default_factory=Counter)

@@ -142,8 +142,12 @@ class CallBuffers:
     def updated(self) -> dict[str, Tensor]:
         """Return the given buffers as they are now, in their own dtypes, and those that were None and that forward has made."""
         given = {name: x for name, x in self._replaced.items() if name in self.given}
-        made = {name: x for name, module, attr in self._unset if (x := module._buffers.get(attr)) is not None}
-        return made | {name: cast_back(now, x.before, x.used) for name, x in given.items() if (now := x.now) is not None}
+        return self._made() | {
+            name: cast_back(now, x.before, x.used) for name, x in given.items() if (now := x.now) is not None
+        }
+
+    def _made(self) -> dict[str, Tensor]:
+        return {name: x for name, module, attr in self._unset if (x := module._buffers.get(attr)) is not None}
 
     def changed(self) -> list[str]:
         """Return the names of what is thrown away: copies that forward has changed, and made buffers that nobody is given."""
@@ -152,8 +156,8 @@ class CallBuffers:
         # The kernels of BatchNorm do not tell the version of its statistics, but its module counts.
         counted = {module for module, attr in moved if attr == "num_batches_tracked"}
         moved |= {(module, attr) for module in counted for attr in ("running_mean", "running_var")}
-        made = [] if self._returns else [*self.updated()]
-        return [name for name, x in copied.items() if (x.module, x.attr) in moved] + made
+        made = {} if self._returns else self._made()
+        return [*(name for name, x in copied.items() if (x.module, x.attr) in moved), *made]
 
     def registered_again(self) -> dict[str, str]:
         """Return by path a given buffer of each module that forward has registered another tensor for."""

@@ -25,36 +25,42 @@ from .._spec.precision import has_casts, precision_of
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Return the pytree with its floating point tensors in this dtype; None for no change.
+    """Return the pytree with its floating point tensors in this dtype; itself where all stay, and for None.
 
     It looks into dataclasses, UserDict and SimpleNamespace. Objects of other classes, such as caches, stay as they are.
     """
-    return tree if dtype is None else _map_floats(lambda x: x.to(dtype), tree)
 
-
-def _map_floats(fn: Callable[[Tensor | PackedSequence], Tensor | PackedSequence], tree: Any) -> Any:
-    """Apply ``fn`` to the floating-point tensors and packed sequences of a tree; return the tree itself if all stay."""
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return fn(leaf) if leaf.is_floating_point() else leaf
-        if isinstance(leaf, PackedSequence):
-            return fn(leaf) if leaf.data.is_floating_point() else leaf
-        is_data = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-        if not is_data and not isinstance(leaf, UserDict | SimpleNamespace):  # a BatchEncoding, too
-            return leaf
-        names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)] if is_data else [*vars(leaf)]  # pyright: ignore
-        values = {name: getattr(leaf, name) for name in names}
-        if (mapped := _map_floats(fn, values)) is values:
+    def cast(leaf: Any) -> Any:
+        if _is_float(leaf):
+            return leaf.to(dtype)
+        if (fields := _read_fields(leaf)) is None or (new := cast_floats(fields, dtype)) is fields:
             return leaf
         out = copy.copy(leaf)
-        for name, value in mapped.items():
+        for name, value in new.items():
             object.__setattr__(out, name, value)  # frozen ones, too
         return out
 
+    if dtype is None:
+        return tree
     leaves, structure = pytree.tree_flatten(tree)
-    mapped = [one(leaf) for leaf in leaves]
-    return tree if all(map(operator.is_, mapped, leaves)) else pytree.tree_unflatten(mapped, structure)
+    new = [cast(leaf) for leaf in leaves]
+    return tree if all(map(operator.is_, new, leaves)) else pytree.tree_unflatten(new, structure)
+
+
+def _is_float(leaf: Any) -> bool:
+    x = leaf.data if isinstance(leaf, PackedSequence) else leaf
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _read_fields(leaf: Any) -> dict[str, Any] | None:
+    """Return what a dataclass, a UserDict (as a BatchEncoding is) or a SimpleNamespace has; None for another object."""
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)}
+    return dict(vars(leaf)) if isinstance(leaf, UserDict | SimpleNamespace) else None
+
+
+def _list_leaves(tree: Any) -> list[Any]:
+    return [x for leaf in pytree.tree_leaves(tree) for x in (leaf, *_list_leaves(_read_fields(leaf) or ()))]
 
 
 def wrap_in_casts(forward: Callable[..., Any], p: P, path: str) -> Callable[..., Any]:
@@ -69,13 +75,13 @@ def wrap_in_casts(forward: Callable[..., Any], p: P, path: str) -> Callable[...,
     @_torch.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
-        floats = _list_floats(given) if precision.restore_outputs else ()
+        floats = [x for x in _list_leaves(given) if _is_float(x)] if precision.restore_outputs else ()
         output = floats[0].data.dtype if floats else precision.output
         cast = [cast_floats(x, precision.param) for x in given] if precision.cast_inputs else given
         copies = [new for new, old in zip(cast, given, strict=True) if new is not old and not isinstance(new, Tensor)]
-        before = [*pytree.tree_leaves(copies), *_list_floats(copies)]
+        before = _list_leaves(copies) if copies else []
         out = forward(*cast[: len(args)], **dict(zip(kwargs, cast[len(args) :], strict=True)))
-        for x in [*pytree.tree_leaves(copies), *_list_floats(copies)]:
+        for x in _list_leaves(copies) if copies else ():
             if not any(map(partial(operator.is_, x), before)):
                 raise RuntimeError(
                     f"module '{path}' writes to a list, dict or dataclass that it was given, and gets as a copy with tensors "
@@ -84,17 +90,6 @@ def wrap_in_casts(forward: Callable[..., Any], p: P, path: str) -> Callable[...,
         return cast_floats(out, output)
 
     return run
-
-
-def _list_floats(tree: Any) -> list[Tensor | PackedSequence]:
-    found: list[Tensor | PackedSequence] = []
-
-    def note(x: Tensor | PackedSequence) -> Tensor | PackedSequence:
-        found.append(x)
-        return x
-
-    _map_floats(note, tree)
-    return found
 
 
 def cast_params(tensors: Sequence[Tensor], unit: Unit) -> Sequence[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -160,7 +159,8 @@ def attend(x: Tensor) -> Tensor:
 def test_nested_contexts_and_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The innermost context counts, in its thread alone, and ends with its block, also by an error.
 
-    It is left where it was entered: in another thread that is an error of torch's there, and nothing changes here."""
+    It is left where it was entered: in another thread that is an error of torch's there, and nothing changes here.
+    """
     x = normal(1, 1, LENGTH, 3)
     with blocks_seen(monkeypatch) as seen:
         with fs.transforms_attention(4):
@@ -169,9 +169,8 @@ def test_nested_contexts_and_other_threads(monkeypatch: pytest.MonkeyPatch) -> N
             with pytest.raises(ValueError, match="got both"), fs.transforms_attention(2):
                 F.scaled_dot_product_attention(x, x, x, attn_mask=ALLOWED, is_causal=True)
             attend(x)
-            thread = threading.Thread(target=attend, args=(x,))
-            thread.start()
-            thread.join()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(attend, x).result()
         attend(x)
     assert seen == [2, 2, 4]
     context = fs.transforms_attention(BLOCK)

@@ -55,25 +55,21 @@ def pretrained() -> nn.Sequential:
     return model
 
 
-class Makes(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean = x.detach().mean(0) if self.mean is None else self.mean / 2
-        return super().forward(x) - self.mean
+def halve(self: Any, x: Tensor) -> Tensor:
+    self.mean = x.detach().mean(0) if self.mean is None else self.mean / 2
+    return self.linear(x) - self.mean
 
 
-def test_a_buffer_that_was_none_is_handed_back() -> None:
-    """With remat, too: the second call goes on with it."""
-    for remat in (False, True):
-        model, plain, x = Makes(nn.Linear(3, 3)), Makes(nn.Linear(3, 3)), torch.randn(4, 3)
-        plain.load_state_dict(model.state_dict())
-        spec, params = shards_of(fs.policies.whole(fs.P("shard", remat=remat)), model)
-        buffers: Tree = {}
-        for one in (model, plain):
-            one.register_buffer("mean", None)
-        for _ in range(3):
-            got = fs.functional_call(model, params, (x,), spec=spec, buffers=buffers)
-            torch.testing.assert_close(got, plain(x), rtol=0, atol=0)
-        assert model.mean is None
+@every(remat=[False, True])
+def test_a_buffer_that_was_none_is_handed_back(remat: bool) -> None:
+    """The next call goes on with it."""
+    model, x = module_class("Halves", lambda: {"linear": nn.Linear(3, 3)}, halve)(), torch.randn(4, 3)
+    model.register_buffer("mean", None)
+    plain, buffers = copy.deepcopy(model), Tree()
+    spec, params = shards_of(fs.policies.whole(P("shard", remat=remat)), model)
+    for _ in range(3):
+        assert_close(fs.functional_call(model, params, (x,), spec=spec, buffers=buffers), plain(x), rtol=0, atol=0)
+    assert model.mean is None
 
 
 CHANGED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -426,7 +422,8 @@ def test_attributes_that_are_set_between_calls() -> None:
     """What is watched is what the model has in this call: a container is put back, and a list of weights refused.
 
     A product with the Hessian leaves no tensor of an ended transform in the model, so that a second one is the same. After an
-    error containers are put back as well."""
+    error containers are put back as well.
+    """
     model, spec, params, x = build(lambda: Cached("dict"))
     refused(RuntimeError, "shapes", lambda: fs.functional_call(model, params, x[:, :2], spec=spec))
     assert [(m.cache, m.seen) for m in model] == 2 * [({}, {"never"})]

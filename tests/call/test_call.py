@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, pairs
+from depth import at_most, every, pairs
 from models import EXACT, Architecture, assert_mean_gradients, module_class, unchanged, with_forward
 from parity import GRADIENTS, shards_of, squared_loss, strategies
 from ranks import real_ranks
@@ -215,8 +215,7 @@ def refused(policy: str, way: str, *, skeleton: bool = False) -> None:
 @at_most(1)
 @pairs
 @pytest.mark.parametrize("skeleton", [False, True], ids=["model", "skeleton"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", GRADIENTS)
+@every(policy=POLICIES, way=GRADIENTS)
 def test_modules_that_run_in_backward_are_refused(policy: str, way: str, skeleton: bool) -> None:
     """By name, whoever runs backward; nothing is left in the model, nor in torch's hooks for all modules."""
     refused(policy, way, skeleton=skeleton)

@@ -263,7 +263,8 @@ STARTED: dict[str, Callable[[Tensor, str], Tensor]] = {
 def test_gloo_holds_what_it_writes(rank: int, op: str) -> None:
     """And what it reads: no buffer that is let go is freed under it.
 
-    Asserts that input and output are there until the wait, although another rank is late and nobody else holds them."""
+    Asserts that input and output are there until the wait, although another rank is late and nobody else holds them.
+    """
     dist.barrier()
     time.sleep(0.3 * rank)
     x = torch.full((4, 1000), float(rank))

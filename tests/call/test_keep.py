@@ -149,7 +149,8 @@ FOUR = [("shard", "hybrid"), ("two axes", "two axes"), ("shard", "four")]
 def test_real_ranks(rank: int, strategy: str, kind: str, transform: str) -> None:
     """Every strategy, tied parameters and a unit for all: the gradient of the mean loss of the model with casts by hand.
 
-    On four ranks HSDP, slices over two axes, gathered one after the other, and slices that lie on all of them."""
+    On four ranks HSDP, slices over two axes, gathered one after the other, and slices that lie on all of them.
+    """
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # in Dynamo
     warnings.filterwarnings("ignore", "module .* runs without compilation")
     model = make_model(tied=kind == "tied")
@@ -415,7 +416,8 @@ WIDTH, HIDDEN, TOKENS = 5, 12, 12
 class Parallel(nn.Module):
     """Columns, a gain for each of them, and rows over an axis; the gain of the input is on every rank.
 
-    Parameters of which those in ``kept`` are in float64 where they are used, and the others in float32."""
+    Parameters of which those in ``kept`` are in float64 where they are used, and the others in float32.
+    """
 
     kept: tuple[str, ...] = ()
 

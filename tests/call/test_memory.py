@@ -82,7 +82,8 @@ class Alive(TorchDispatchMode):
 class Peak(TorchDispatchMode):
     """The most bytes that tensors made here on the CPU hold at once, and the bytes of each storage, in their order.
 
-    But for those in the memory of ``known`` ones."""
+    But for those in the memory of ``known`` ones.
+    """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -132,7 +133,8 @@ def test_units_are_freed_between_forward_and_backward(way: str) -> None:
     """Root, one block and the next; after forward the root and the last block; after backward nothing.
 
     Also where a block is read before it runs, as by torch.nn.utils.weight_norm. With P(reshard=False) gathered once, all alive
-    after forward, none after backward."""
+    after forward, none after backward.
+    """
     with net_of(5) as (model, spec):
         root, block = (spec.padded_numel(spec.by_key[key]) for key in ("", "blocks.0"))
         alive, after_forward, forward_peak, backward_peak = watched(model, spec, way)

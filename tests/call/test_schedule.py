@@ -195,7 +195,8 @@ def test_the_events_of_a_step(way: str, prefetch: int) -> None:
 def test_two_forwards_and_kept_units(prefetch: int) -> None:
     """Each call has a schedule of its own: the events of one step's forward twice, then of its backward twice.
 
-    P(reshard=False): forward is the same, backward only computes and reduces. One ahead, one in flight is the default."""
+    P(reshard=False): forward is the same, backward only computes and reduces. One ahead, one in flight is the default.
+    """
     model = Blocks()
     with units_of(model) as spec:
         params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
@@ -588,7 +589,8 @@ def test_replicated_units_are_reduced_in_buckets(rank: int, way: str) -> None:
 def test_an_interrupted_backward_leaves_nothing(rank: int, p: P) -> None:
     """A hook that raises between two units: the next backwards on the same graph add nothing of that one.
 
-    The last of them frees the graph, after which there is none."""
+    The last of them frees the graph, after which there is none.
+    """
     model, x = Net(), numbers(rank, 0)
     spec = fs.by_type(MLP, p=p)(model).bound
     expected = plain(model, spec, x, rank)
@@ -626,7 +628,8 @@ def test_an_interrupted_backward_leaves_nothing(rank: int, p: P) -> None:
 class Memory(OfUnits):
     """After each op how many units are gathered, how many gradients unreduced, and the bytes of both.
 
-    A buffer is what it was last filled with: a gathered unit or a gradient to reduce."""
+    A buffer is what it was last filled with: a gathered unit or a gradient to reduce.
+    """
 
     def __init__(self, spec: fs.PartitionSpec) -> None:
         super().__init__(spec)

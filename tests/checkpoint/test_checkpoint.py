@@ -137,10 +137,7 @@ def load_all(rank: int, path: Path, policy: str, replicas: int, *, same: bool) -
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("policy", mark_seldom(POLICIES, "by_type", "mixed"))
-@pytest.mark.parametrize("to", ["by_type", "mixed"])
-@pytest.mark.parametrize("replicas", [1, 2])
+@each(policy=mark_seldom(POLICIES, "by_type", "mixed"), to=["by_type", "mixed"], replicas=[1, 2])
 def test_four_ranks_to_fewer(
     gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: Path, policy: str, to: str, replicas: int
 ) -> None:

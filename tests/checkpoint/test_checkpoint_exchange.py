@@ -65,9 +65,7 @@ def written(directory: Path) -> dict[str, Tensor]:
 # --- Out and in. ---
 
 
-@each
-@pytest.mark.parametrize("shard_bytes", [300, 1, 5_000_000_000])
-@pytest.mark.parametrize("policy", POLICIES)
+@each(shard_bytes=[300, 1, 5_000_000_000], policy=POLICIES)
 @real_ranks(2)
 def test_what_is_exported_the_library_reads_and_so_do_we(rank: int, policy: str, shard_bytes: int, tmp_path: Path) -> None:
     """In one file or many, with every dtype where it can be mapped; back as the shards of any other policy."""

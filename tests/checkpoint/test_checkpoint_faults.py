@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from depth import at_most
+from depth import at_most, every
 from hostile import change_manifest
 from ranks import CONTEXT, Pool, forked, free_port, real_ranks
 from torch import nn
@@ -108,7 +108,8 @@ def newer(path: Path) -> None:
 def test_damage(gloo2: Pool, tmp_path: Path, damage: Callable[[Path], None], kind: str, text: str) -> None:
     """It names tensor and file on every rank; `latest` passes over what is cut short or missing, and the one before loads.
 
-    What it passes over, a save to the same path takes the place of, and of nothing else."""
+    What it passes over, a save to the same path takes the place of, and of nothing else.
+    """
     gloo2.run(write, str(tmp_path / "1"))
     gloo2.run(write, str(tmp_path / "2"), 2)
     damage(tmp_path / "2")
@@ -463,8 +464,7 @@ def _fails(rank: int, path: str, where: int, error: str) -> None:
         write(rank, path, 2)
 
 
-@pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.parametrize("error", ["full", "read-only"])
+@every(where=[0, 1], error=["full", "read-only"])
 def test_a_rank_cannot_write(gloo2: Pool, tmp_path: Path, where: int, error: str) -> None:
     """All ranks say which and why; nothing is left of it, and what was there before is whole."""
     gloo2.run(write, str(tmp_path / "1"))

@@ -150,9 +150,7 @@ TWO = ["expert=2", "tensor=2", "shard=2", "replicate=2"]
 
 
 @seldom
-@each
-@pytest.mark.parametrize("mesh", mark_seldom(FOUR, "tensor=2,expert=2"))
-@pytest.mark.parametrize("local", mark_seldom(["by_row", "by_column", "none"], "by_column"))
+@each(mesh=mark_seldom(FOUR, "tensor=2,expert=2"), local=mark_seldom(["by_row", "by_column", "none"], "by_column"))
 def test_four_ranks_to_others(gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: Path, mesh: str, local: str) -> None:
     path = str(tmp_path / "a")
     gloo4.run(save, path, mesh, local)

@@ -89,8 +89,7 @@ def routed(rank: int, strategy: str, route: str, step: str, **options: Any) -> s
 
 
 @at_most(7)
-@each(step=["fs.grad", "torch.func.grad", "hvp", "jvp"])
-@every(route=ROUTES, strategy=STRATEGIES)
+@each(step=["fs.grad", "torch.func.grad", "hvp", "jvp"], route=ROUTES, strategy=STRATEGIES)
 @real_ranks(2)
 def test_ranks_that_run_other_units_get_an_error(rank: int, strategy: str, route: str, step: str) -> None:
     """Others, in another order, or one more."""
@@ -407,7 +406,8 @@ def test_a_changed_element_always_shows(dtype: torch.dtype, numel: int, seed: in
 def test_digests_of_long_tensors_and_of_odd_shapes() -> None:
     """A changed element shows over more than one piece of what is looked at together, also where equal changes are far apart.
 
-    Meta tensors count as alike; empty and 0-dim parameters and other memory orders are values like others."""
+    Meta tensors count as alike; empty and 0-dim parameters and other memory orders are values like others.
+    """
     x = torch.ones(1 << 19)
     own = digest(x)
     for places in ([0], [(1 << 19) - 1], [1 << 18], [5, 5 + (1 << 18)]):

@@ -12,6 +12,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -245,12 +246,8 @@ def test_two_threads_in_one_model_are_refused(p: P) -> None:
 
     for guard in (None, lock):
         errors.clear()
-        with unchanged(model):
-            threads = [threading.Thread(target=train, args=(i, guard)) for i in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        with unchanged(model), ThreadPoolExecutor(2) as threads:
+            [*threads.map(train, range(2), [guard] * 2)]
         assert not wrong
         assert all("is in a functional_call of another thread: expected one at a time" in e for e in errors)
         assert bool(errors) is (guard is None)

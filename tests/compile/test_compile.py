@@ -124,7 +124,8 @@ def recording(graphs: list[GraphModule]) -> Step:
 class Read:
     """What a graph does, in its order: starts and waits of gathers, their uses, and the same of reductions.
 
-    Units are numbered by the order in which they are first gathered, reductions by that of their starts."""
+    Units are numbered by the order in which they are first gathered, reductions by that of their starts.
+    """
 
     def __init__(self, graph: GraphModule) -> None:
         self.events: list[tuple[str, int]] = []
@@ -241,7 +242,8 @@ low_precision = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="t
 def test_what_is_alive_and_under_way(options: dict[str, int]) -> None:
     """Never more bytes than of the root's unit, the one that runs and ``prefetch`` others, to the last use of a view.
 
-    A reduction starts as soon as its unit's backward is done, and ends when ``in_flight`` more are to start."""
+    A reduction starts as soon as its unit's backward is done, and ends when ``in_flight`` more are to start.
+    """
     prefetch, in_flight, layers = (options.get(name, n) for name, n in (("prefetch", 1), ("in_flight", 1), ("layers", LAYERS)))
     read, root, block = graph_of(P("shard"), **options)
     assert read.peak == root + (1 + prefetch) * block
@@ -474,7 +476,8 @@ def test_peak_memory_is_not_above_eager() -> None:
     """Of a training step with everything donated; eager, the update is in place too.
 
     Near the turn inductor computes the one or other activation in forward that backward could, hence 2%; without the
-    second gathers and the early reductions it is half as much again."""
+    second gathers and the early reductions it is half as much again.
+    """
     with world(4):
         model = chain(dim=64).float()
         spec, params = shards_of(fs.by_type(Block), model)

@@ -437,7 +437,8 @@ Cast = module_class(
 def test_casts_inside_of_a_compiled_call(rank: int, p: fs.P, last: fs.P | None) -> None:
     """The same casts around modules, of buffers, gathers and reductions, bit for bit; the model is as it was.
 
-    A precision of the whole model on every torch."""
+    A precision of the whole model on every torch.
+    """
     model, x = Cast(), torch.randn(2, 5, 3)[rank]
     spec = fs.policies.whole(p)(model).bound
     if last:

@@ -332,8 +332,7 @@ def compiled_piece(rank: int, name: str, p: str) -> str:
 
 
 @at_most(8)
-@pytest.mark.parametrize("p", COMPILED)
-@pytest.mark.parametrize("name", [name for name in PIECES if name != "CheckpointedReentrant"])  # torch: 0 in eager alone
+@every(p=COMPILED, name=[name for name in PIECES if name != "CheckpointedReentrant"])
 def test_pieces_are_exact_or_refused(alone: Pool, name: str, p: str) -> None:
     """What people write (fuzz_modules.py), each as a compiled unit."""
     result = alone.run(compiled_piece, name, p)[0]

@@ -82,7 +82,8 @@ CASES = [
 def test_updates_compile_with_the_step(rank: int, name: str, backend: str, kind: str, policy: str) -> None:
     """One graph for steps with other rates, two with floats: equal to eager, in the memory of the given tensors.
 
-    The second step has a gradient that is not finite."""
+    The second step has a gradient that is not finite.
+    """
     if policy == "precision" and not _torch.FORWARD_CAN_BE_REPLACED:
         return  # torch 2.11: fs.compile refuses what is cast inside the model
     warnings.filterwarnings("ignore", IMPORT)

@@ -185,7 +185,8 @@ def parts(mesh: str, unit: int) -> tuple[int, int, int]:
 def test_the_peak_is_one_unit(mesh: str) -> None:
     """C4, C5: with rank0_only nothing larger than a slice exists off the first rank; nowhere are two units gathered.
 
-    On torch's fake process group, a rank after the other: gloo's threads let go of tensors when they please."""
+    On torch's fake process group, a rank after the other: gloo's threads let go of tensors when they please.
+    """
     size, piece, inner = parts(mesh, UNIT)
     for rank in range(size):
         with world(size, rank):
@@ -318,7 +319,8 @@ def test_the_peak_is_two_buckets(mesh: str, dtype: torch.dtype | None) -> None:
     well, while others hold no more than slices that are cast, and what an inner axis gathers.
 
     The loop holds its last parameter while it asks for the next one, as loops do. On the fake process group: gloo's threads let
-    go of tensors when they please."""
+    go of tensors when they please.
+    """
     unit = UNIT // (1 if dtype is None else 2)
     size, part, inner = parts(mesh, unit)
     own = unit + (inner if mesh == "both axes" else 0)
@@ -442,7 +444,8 @@ def test_ranks_that_stream_different_parameters(rank: int) -> None:
 def test_l4_every_dtype_travels(rank: int) -> None:
     """What a backend does not reduce or know is moved as bytes.
 
-    Only floating point parameters are cast, from 8 bits to 64; also in inference mode."""
+    Only floating point parameters are cast, from 8 bits to 64; also in inference mode.
+    """
     model = nn.Module()
     for i, dtype in enumerate(DTYPES):
         model.register_parameter(f"p{i}", nn.Parameter(torch.arange(7).to(dtype), requires_grad=False))

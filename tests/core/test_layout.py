@@ -114,7 +114,8 @@ def test_l9_parameters_and_slices_start_on_16_bytes(
 ) -> None:
     """By default, in their own dtype, and float32 in those of 16 bits, at the least padding that does it.
 
-    Whatever the precision, so that shards may be used with another one."""
+    Whatever the precision, so that shards may be used with another one.
+    """
     model = copy.deepcopy(case.model)
     for x in model.parameters():
         x.data = x.to(dtype)
@@ -303,7 +304,8 @@ MODELS = modules(frozen=True)
 def test_a_tree_is_what_the_module_says(model: nn.Module) -> None:
     """Nodes are named_modules, parameters are named_parameters, aliases are what they list with duplicates kept.
 
-    It is a value: equal and hash-equal for a copy; another shape, dtype, class or requires_grad makes another tree."""
+    It is a value: equal and hash-equal for a copy; another shape, dtype, class or requires_grad makes another tree.
+    """
     tree = fs.module_tree(model)
     assert [(n.path, n.module, n.cls) for n in tree.nodes()] == [(p, m, type(m)) for p, m in model.named_modules()]
     assert [p.name for p in tree.all_params] == [name for name, _ in model.named_parameters()]

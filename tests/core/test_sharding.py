@@ -39,7 +39,8 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 def test_unshard_inverts_shard(case: Case) -> None:
     """U(S(t)) is t on every rank, whatever the policy and the mesh; as values without gradient, too.
 
-    ``units`` gathers these and no others: their parameters, bit by bit (recurse and submodules, rows C2 and C11)."""
+    ``units`` gathers these and no others: their parameters, bit by bit (recurse and submodules, rows C2 and C11).
+    """
     chosen = [unit.key for unit in case.spec][::2]
     part = {param.name: case.full[param.name] for key in chosen for param in case.spec.by_key[key].params}
     for gather, expected in (
@@ -298,7 +299,8 @@ def on_two_or_four(flat: bool) -> int:
 def test_ranks_with_different_models(rank: int, what: str, flat: bool, odd: int) -> None:
     """shard raises on *every* rank, with what rank 0 has and what the other has; on two axes nobody waits for the odd one.
 
-    (torch trains with different ignored modules on different ranks; here that is an error as well.)"""
+    (torch trains with different ignored modules on different ranks; here that is an error as well.)
+    """
     model, (change, words) = layers(), DIFFERENCES[what]
     made = change(model) if rank == odd else None
     spec = (fs.by_type(nn.Linear) if made is None or isinstance(made, nn.Module) else made)(model)

@@ -137,12 +137,12 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 29_428
+    assert sum(lines.values()) <= 29_427
 
 
 def test_tests_stay_within_their_budget() -> None:
     """Their lines may only be lowered as well: they are to be 45,000."""
-    assert sum(len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")) <= 45_000
+    assert sum(len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")) <= 44_989
 
 
 OPTIONS = {

@@ -154,7 +154,8 @@ def test_zero_tangents_arrive_without_memory() -> None:
 def test_level_counts_transforms() -> None:
     """`_torch.current_level` is 0 outside of torch.func and counts the transforms that run.
 
-    `_torch.can_replace_saved_tensors` is true in plain autograd, or in a single reverse-mode transform."""
+    `_torch.can_replace_saved_tensors` is true in plain autograd, or in a single reverse-mode transform.
+    """
     f, seen = asking(lambda x: (_torch.current_level(), _torch.can_replace_saved_tensors()))
     x = torch.ones(2)
     f(x)

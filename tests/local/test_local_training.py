@@ -155,8 +155,7 @@ def test_training_with_local_units(rank: int, sizes: dict[str, int], options: di
 
 # --- optimizers ---
 @at_most(3)
-@each(sizes=MESHES)
-@every(options=[{"axis": "shard"}, {"axis": None}])
+@each(sizes=MESHES, options=[{"axis": "shard"}, {"axis": None}])
 @real_ranks(4)
 def test_an_elementwise_optimizer(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Steps with an option of a parameter's own, and the state by parameter name. None of them asks whether a unit is local."""
@@ -217,7 +216,8 @@ def reduced(compressor: Compressor[Any], spec: fs.PartitionSpec, loss: Callable[
 def test_compressors_on_real_ranks(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Over all axes, and by a compressor that takes some of them and leaves the others to exact reductions.
 
-    Units with local axes are exact, whatever the rank of PowerSGD."""
+    Units with local axes are exact, whatever the rank of PowerSGD.
+    """
     case = Rank(rank, sizes, options)
     case.xs = case.xs[:, :1]
     want, loss = case.expected(), lambda p: case.loss(p, case.x[0])
@@ -419,7 +419,8 @@ FEATURES, HIDDEN = 4, 12
 class Dropped(nn.Module):
     """Columns and rows between normalised activations and results that ranks share, which are dropped, as hidden features are.
 
-    A rank draws for its columns, all draw for what they share."""
+    A rank draws for its columns, all draw for what they share.
+    """
 
     def __init__(self, ranks: int = 1) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from typing import Any
 import matrix_peers as peers
 import pytest
 import torch
-from depth import at_most, depth, each, every, mark_seldom
+from depth import at_most, depth, each, mark_seldom
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from models import refused
@@ -178,8 +178,7 @@ def loaded_in_the_middle(rank: int, ranks: int, policy: str, optimizer: str, pat
 
 
 @at_most(1)
-@each(policy=POLICIES)
-@every(mesh=["fsdp", "hsdp", "two axes"], optimizer=mark_seldom(OPTIMIZERS, *[*OPTIMIZERS][::2]))
+@each(policy=POLICIES, mesh=["fsdp", "hsdp", "two axes"], optimizer=mark_seldom(OPTIMIZERS, *[*OPTIMIZERS][::2]))
 def test_another_world_size_in_the_middle(
     gloo2: Pool, gloo4: Pool, tmp_path: Path, optimizer: str, mesh: str, policy: str
 ) -> None:

@@ -285,8 +285,7 @@ SAVED += [pytest.param(*case, marks=seldom) for case in ((2, "hsdp"), (2, "ddp")
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("policy", POLICIES)
+@each(policy=POLICIES)
 @pytest.mark.parametrize(("ranks", "kind"), SAVED)
 @pytest.mark.usefixtures("not_on_worst")  # where torch's FSDP1 asks the group for a device
 @real_ranks(lambda ranks: ranks)
@@ -354,8 +353,7 @@ def loaded_by_torch(rank: int, kind: str, folder: str, expected: Any) -> None:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("policy", POLICIES)
+@each(policy=POLICIES)
 @pytest.mark.parametrize(
     ("ranks", "kind"),
     [*((2, kind) for kind in ("fsdp2", "hsdp", "fsdp1", "ddp", "plain")), pytest.param(4, "fsdp2", marks=seldom)],

@@ -197,7 +197,8 @@ def test_the_device_holds_what_is_on_its_way(world: None, way: str, blocks: int,
     end       device: 0
     plain     device: n, forward n + (1 + p) * w, end 2 * n
 
-    Every copy is one that the host does not wait for: to the device one for each gather, from it one for each unit."""
+    Every copy is one that the host does not wait for: to the device one for each gather, from it one for each unit.
+    """
     w, n, p, f = RANKS, blocks, prefetch, 1
     where, marks = step_of_params(blocks, P("shard", offload="params"), way, prefetch)
     gathers = 2 * n - 2  # the last unit of forward stays, and nobody differentiates what the first one is given

@@ -286,7 +286,8 @@ def test_jacobians_on_simulated_ranks(ranks: int) -> None:
     """Of gathered parameters and of inputs: the plain model's. Of shards: sums over every rank's basis, as the guide says.
 
     With respect to a shard, jacrev is this slice of the mean Jacobian over ranks, jacfwd the sum of this rank's
-    Jacobian over all slices, and hessian the sum over the slices of this slice's rows of the mean Hessian."""
+    Jacobian over all slices, and hessian the sum over the slices of this slice's rows of the mean Hessian.
+    """
     out = fs.testing.spmd(jacobians, ranks)(torch.stack([batch(r, 0) for r in range(ranks)]))
     for rank in range(ranks):
         check_jacobians(pytree.tree_map(lambda t, rank=rank: t[rank], out), rank, ranks)

@@ -208,7 +208,8 @@ def dims(count: int) -> st.SearchStrategy[int]:
 def cases(draw: st.DrawFn, real: dict[str, int] | None = None, op: str = "", way: str = "") -> Case:
     """Up to three ordinary vmaps around, inside and between the axes, in and out of any dimension, negative ones too.
 
-    ``real`` axes are process groups: the first levels, outside of every vmap."""
+    ``real`` axes are process groups: the first levels, outside of every vmap.
+    """
     sizes = real or draw(st.sampled_from([{"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 3}, {"a": 2, "b": 2}]))
     op, way = op or draw(st.sampled_from(sorted(COLLECTIVES))), way or draw(st.sampled_from(sorted(WAYS)))
     over = draw(st.sampled_from(sorted(sizes)))
