@@ -125,15 +125,14 @@ class CallBuffers:
         self.given, self._returns = dict(buffers or {}), buffers is not None
         self._replaced = replace_buffers(modules, self.given, spec)
         with_buffers = {path: module for path, module in modules.items() if module._buffers}  # few of them
-        own = ((join_path(path, attr), x) for path, module in with_buffers.items() for attr, x in module._buffers.items())
-        empty = {name: x for name, x in own if x is not None and name not in self.given and x.is_meta} if valued else {}
+        own = [(join_path(path, attr), m, attr, x) for path, m in with_buffers.items() for attr, x in m._buffers.items()]
+        empty = {name: x for name, _, _, x in own if x is not None and name not in self.given and x.is_meta} if valued else {}
         if empty:
             raise ValueError(
                 f"functional_call: buffers are on the meta device, without values: {abridge(empty)}; expected all in buffers=, "
                 "as fs.init_buffers(model, spec) makes them; those that no initialiser makes have to be made by hand"
             )
-        own = ((join_path(path, attr), module, attr) for path, module in with_buffers.items() for attr in module._buffers)
-        self._unset = [one for one in own if one[1]._buffers[one[2]] is None]
+        self._unset = [(name, module, attr) for name, module, attr, x in own if x is None]
         for module in with_buffers.values():
             vars(module)["_buffers"] = dict(module._buffers)
         for module, attr, _, used, _ in self._replaced.values():

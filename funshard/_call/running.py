@@ -74,6 +74,8 @@ class UnitScopes:
                 next(held for held in (self._pending, *self._scopes) if gathered in held).remove(gathered)
                 self._scopes[-1].append(gathered)
                 gathered.is_read_ahead &= is_read
+            if is_read and unit.key in self.separate:
+                _mark_separate(gathered)
             return gathered
         self.free(self._pending)
         if self._written:
@@ -82,11 +84,11 @@ class UnitScopes:
         # a gather under no_grad or in inference mode must serve uses outside of it
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
             gathered = run_unrecorded(self._mode.gather, unit)
-        if not _torch.is_in_graph() and (unit.key in self._freed or (is_read and unit.key in self.separate)):
-            for view, param in zip(gathered.views, unit.params, strict=True):
-                if is_read and type(view) is Tensor:  # and not a fake one
-                    view.__class__, vars(view)["parameter"] = _torch.SeparateTensor, param.name
-                elif view.requires_grad and not is_read:
+        if is_read and (unit.key in self._freed or unit.key in self.separate):
+            _mark_separate(gathered)
+        elif unit.key in self._freed and not _torch.is_in_graph():
+            for view in gathered.views:
+                if view.requires_grad:
                     _torch.add_gradient_hook(view, functools.partial(_refuse_gradient, self._running, unit.key))
         if self._exclude and not gathered.reshard:
             self._exclude(gathered.views)
@@ -164,6 +166,12 @@ class UnitScopes:
             self.free(list(self.active.values()))
             if self._written and not interrupted:
                 raise write_error(*self._written) from cause
+
+
+def _mark_separate(gathered: UnitInUse) -> None:
+    for view, param in () if _torch.is_in_graph() else zip(gathered.views, gathered.unit.params, strict=True):
+        if type(view) is Tensor:  # and not a fake one
+            view.__class__, vars(view)["parameter"] = _torch.SeparateTensor, param.name
 
 
 def _refuse_gradient(running: list[bool], key: str, _: Tensor | None) -> None:

@@ -23,14 +23,7 @@ from .._core.spec import PartitionSpec, abridge
 from .._core.unit import Unit
 from .._torch.tracing import phase
 from .._wire.chain import CollectiveChain
-from .._wire.flow import (
-    apply_options,
-    decode_global,
-    flatten_global,
-    join_pieces,
-    split_global,
-    unshard_global,
-)
+from .._wire.flow import apply_options, decode_global, flatten_global, join_pieces, split_global, unshard_global
 from .._wire.host import check_host_resident, compute_device, copy_to_host, move
 from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names, StartStep

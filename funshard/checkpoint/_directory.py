@@ -314,8 +314,8 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
         ...     print([path.name for path in fs.checkpoint.clean(directory, keep=2)])
         ['step1']
     """
-    if keep < 1:
-        raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
+    if keep < 1 or keep % 1:
+        raise ValueError(f"checkpoint.clean: keep: expected a whole number from 1 on, got {keep}")
     directory = open_path(os.fsdecode(directory))
     complete = [found.path for found in list_manifests(directory) if not found.find_damage()]
     old, removed = {str(path): path for path in complete[:-keep]}, list[AnyPath]()

@@ -3,17 +3,7 @@
 from .._core.mesh import Axis, Mesh, ProcessAxis, members
 from .._gone import raise_gone
 from ._exchange import all_to_all, permute, ragged_all_to_all
-from ._functions import (
-    all_reduce,
-    broadcast,
-    gather_slices,
-    gather_values,
-    reduce_scatter,
-    scatter,
-    sum_over,
-    sum_shards,
-    vary,
-)
+from ._functions import all_reduce, broadcast, gather_slices, gather_values, reduce_scatter, scatter, sum_over, sum_shards, vary
 
 __all__ = [
     "Axis", "Mesh", "ProcessAxis", "all_reduce", "all_to_all", "broadcast", "gather_slices", "gather_values", "members",

@@ -90,10 +90,12 @@ def check_tensors(tree: Tensors, what: str) -> None:
 
 
 def check_nonnegative(who: str, **values: Any) -> None:
-    """Raise ValueError, naming it, for an option below 0, and TypeError for a learning rate that is not a number."""
+    """Raise ValueError, naming it, for an option below 0, and TypeError for one that is not a number."""
     for name, value in values.items():
         if name == "lr":
             check_rate(value, f"{who}: lr", optional=False)
+        elif not issubclass(type(value), numbers.Real | Tensor):
+            raise TypeError(f"{who}: {name}: expected a number, got {type(value).__name__}")
         if not value >= 0:
             raise ValueError(f"{who}: {name}: expected at least 0, got {value}")
 

@@ -182,8 +182,8 @@ def accumulate_steps(k: int) -> Link:
 
     Source: ``optax.MultiSteps``.
     """
-    if k < 1:
-        raise ValueError(f"accumulate_steps: expected k of 1 or more, got {k}")
+    if k < 1 or k % 1:
+        raise ValueError(f"accumulate_steps: k: expected a whole number from 1 on, got {k}")
 
     def begin(inner: Any, params: Tensors) -> AccumulationState:
         sums = {key: torch.zeros_like(upcast(x)) for key, x in params.items() if is_inexact(x)}

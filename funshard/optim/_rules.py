@@ -33,7 +33,7 @@ def _make_optimizer(
     if not callable(learning_rate):
         _checks.check_rate(learning_rate, f"{name}: learning_rate", optional=False)
     counts = counts or callable(learning_rate)
-    _checks.check_nonnegative(name, **{key: x for key, x in hyper.items() if isinstance(x, float | int)})
+    _checks.check_nonnegative(name, **{key: x for key, x in hyper.items() if x is not None and not isinstance(x, Tensor)})
     for key, x in hyper.items():
         if key in ("b1", "b2", "decay") and isinstance(x, float | int) and not x < 1:
             raise ValueError(f"{name}: {key}: expected a number below 1, got {x}")
@@ -145,6 +145,8 @@ def sgd(
 
     Source: ``optax.sgd``; equal to torch.optim.SGD.
     """
+    if nesterov and momentum is None:
+        raise ValueError("sgd: nesterov: expected a momentum with it, got none")
     slots = {} if momentum is None else {"momentum_buffer": 0.0}
     hyper = {"momentum": momentum, "nesterov": nesterov}
     return _make_optimizer("sgd", _step_sgd, learning_rate, slots, hyper, (spec, options), counts=False)

@@ -93,11 +93,7 @@ def test_boxes_that_no_pytree_opens(make: Any) -> None:
 # --- around a module ---
 
 
-BOXES: list[Any] = [
-    lambda x: x,
-    lambda x: {"i": torch.ones(2, dtype=torch.int64), "x": x},
-    lambda x: pack_sequence([x]),
-]
+BOXES: list[Any] = [lambda x: x, lambda x: {"i": torch.ones(2, dtype=torch.int64), "x": x}, lambda x: pack_sequence([x])]
 
 
 @every(wrap=BOXES, given=[F16, F32, F64, torch.int64])

@@ -141,8 +141,7 @@ def test_options_of_export(tmp_path: Path) -> None:
     )
     params = checkpoint.read_safetensors(path, spec, rename=back, cast=True)
     same_bits(
-        fs.unshard(params, spec),
-        {n: t.to(torch.bfloat16).to(t.dtype) if t.is_floating_point() else t for n, t in full.items()},
+        fs.unshard(params, spec), {n: t.to(torch.bfloat16).to(t.dtype) if t.is_floating_point() else t for n, t in full.items()}
     )
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from depth import at_most, every
 from hostile import change_manifest
+from models import refused
 from ranks import CONTEXT, Pool, forked, free_port, real_ranks
 from torch import nn
 
@@ -335,8 +336,7 @@ def test_more_or_fewer_parameters(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "1", {"params": fs.shard(model, spec)}, spec)
     more = nn.Sequential(*model.children(), nn.Linear(3, 3))
     with pytest.raises(
-        ValueError,
-        match=r"parameter '2\.\w+' of unit '2' is not in state 'params' of the checkpoint, which has 4 .*'0\.bias'",
+        ValueError, match=r"parameter '2\.\w+' of unit '2' is not in state 'params' of the checkpoint, which has 4 .*'0\.bias'"
     ):
         checkpoint.load(tmp_path / "1", fs.by_type(nn.Linear)(more))
     with pytest.raises(ValueError, match=r"parameter '1\.\w+' is in state 'params' of the checkpoint and not in the spec"):
@@ -612,8 +612,8 @@ def test_latest_and_clean(tmp_path: Path) -> None:
     alive.abandon()
     checkpoint.save(tmp_path / "0", {"params": params, "step": 4}, spec)
     assert checkpoint.latest(tmp_path) == tmp_path / "0"  # however few are left of those before
-    with pytest.raises(ValueError, match="expected to keep at least 1"):
-        checkpoint.clean(tmp_path, keep=0)
+    for n in (0, 1.5):
+        refused(ValueError, f"keep: expected a whole number from 1 on, got {n}", lambda: checkpoint.clean(tmp_path, keep=n))
 
 
 def test_what_others_put_beside_checkpoints_stays(tmp_path: Path) -> None:

@@ -370,7 +370,8 @@ def test_states_that_do_not_fit_are_refused() -> None:
         torch.vmap(lambda n: update(params, init(params)._replace(num_summed=n), params)[0])(torch.arange(2))
     with pytest.raises(ValueError, match="has no value where operators are recorded"):
         make_fx(lambda params, state: update(params, state, params))(params, init(params))
-    refused(ValueError, "expected k of 1 or more", lambda: optim.accumulate_steps(0))
+    for k in (0, 1.5):
+        refused(ValueError, f"k: expected a whole number from 1 on, got {k}", lambda: optim.accumulate_steps(k))
     finite = optim.apply_if_finite(fs.policies.whole()(MODEL))(sgd)
     made = (optim.accumulate_steps(2)(sgd), optim.ema(0.5)(sgd), optim.schedule_lr(lambda step: 0.1)(sgd), finite)
     for who, one in zip(("accumulate_steps", "ema", "schedule_lr", "apply_if_finite"), made, strict=True):

@@ -285,6 +285,11 @@ def penalised(m: Any, x: Tensor) -> Tensor:
     return h + sum(g.pow(2).sum() for g in grads if g is not None)
 
 
+def penalised_last(m: Any, x: Tensor) -> Tensor:
+    y = m.a(m.b(x).tanh()).tanh()
+    return y + torch.autograd.grad(y.sum(), m.a.weight, create_graph=True, allow_unused=True, materialize_grads=True)[0].sum()
+
+
 def hooked(m: Any, x: Tensor) -> Tensor:
     if m.a.weight.requires_grad:
         m.a.weight.register_hook(lambda g: 2 * g)
@@ -327,6 +332,7 @@ OTHER = "parameter 'a.weight' is read in forward where its module computes with 
 READ_BY = {"shard": P("shard"), "remat": P("shard", remat=True), "keep": P("shard", reshard=False)}
 READS: dict[str, tuple[Any, dict[str, str], str]] = {  # by strategy, where a first derivative is refused; and a second one
     "a gradient by weights": (lambda: reads(penalised), {"shard": OTHER, "remat": OTHER}, ""),
+    "a gradient by the last weights": (lambda: reads(penalised_last), {"remat": OTHER}, ""),
     "a hook on a weight": (lambda: reads(hooked), {"remat": OTHER}, ""),
     "a weight of before": (lambda: reads(tied), {}, ""),
     "a gradient by its own weight": (runs_twice, TWICE, ""),

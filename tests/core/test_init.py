@@ -438,11 +438,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         {},
         r"'0\.weight' of module '0' \(Part\) was left without values, or",
     ),
-    "whole numbers": (
-        one(lambda: Counts(torch.int64)),
-        {},
-        r"'0\.weight' of module '0' \(Counts\) was left without",
-    ),
+    "whole numbers": (one(lambda: Counts(torch.int64)), {}, r"'0\.weight' of module '0' \(Counts\) was left without"),
     "init_fn of some": (
         lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)),
         {"init_fn": lambda m: reset(m) if isinstance(m, nn.Linear) else None},

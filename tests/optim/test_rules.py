@@ -185,8 +185,10 @@ def test_what_a_rule_refuses() -> None:
     init, _ = optim.adam(0.1)
     refused(ValueError, "adamw: eps_root: expected at least 0, got -1", lambda: optim.adamw(0.1, eps_root=-1.0))
     refused(ValueError, "adamw: b2: expected a number below 1, got 1", lambda: optim.adamw(0.1, b2=1.0))
-    with pytest.raises(TypeError, match="sgd: learning_rate: expected a number or a tensor of one, got str"):
-        optim.sgd("0.1")  # pyright: ignore[reportArgumentType]
+    refused(ValueError, "sgd: nesterov: expected a momentum with it", lambda: optim.sgd(0.1, nesterov=True))
+    words: Any = "0.1"
+    refused(TypeError, "adamw: eps: expected a number, got str", lambda: optim.adamw(0.1, eps=words))
+    refused(TypeError, "sgd: learning_rate: expected a number or a tensor of one, got str", lambda: optim.sgd(words))
     with pytest.raises(TypeError, match=r"unit '': expected real parameters, got torch\.complex64; optim\.from_torch takes th"):
         init({"": torch.ones(3, dtype=torch.complex64)})
     spec = fs.policies.whole()(nn.Linear(2, 2)).on({"shard": 1})

@@ -106,9 +106,7 @@ NoGradPart = module_class(
 
 
 FineTuned = module_class(
-    "FineTuned",
-    lambda: {"trunk": chain(), "head": linear(5, 2)},
-    lambda self, x: self.head(self.trunk(x)),
+    "FineTuned", lambda: {"trunk": chain(), "head": linear(5, 2)}, lambda self, x: self.head(self.trunk(x))
 )
 NoInput = module_class("NoInput", lambda: {"weight": nn.Parameter(torch.randn(7).double())}, lambda self: self.weight.exp())
 

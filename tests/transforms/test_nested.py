@@ -323,9 +323,7 @@ def in_the_middle(self: Any, x: Tensor, clobber: bool = False) -> Tensor:
 
 
 Middle = module_class(
-    "Middle",
-    lambda: {"a": nn.Linear(3, 5), "b": nn.Linear(5, 2), "scale": nn.Parameter(torch.randn(2))},
-    in_the_middle,
+    "Middle", lambda: {"a": nn.Linear(3, 5), "b": nn.Linear(5, 2), "scale": nn.Parameter(torch.randn(2))}, in_the_middle
 )
 """Two units around an activation, and a parameter of the root."""
 
