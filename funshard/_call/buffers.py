@@ -18,7 +18,7 @@ from .. import _torch
 from .._core.spec import PartitionSpec, abridge
 from .._core.tree import join_path
 from .._torch.modules import NormWithStatistics
-from .casting import buffer_dtype, cast_back, cast_floats
+from .casting import buffer_dtype, cast_back
 
 _WARNED: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
 """The kinds of warnings that users have got, by model or class."""
@@ -69,6 +69,8 @@ class ReplacedBuffer(NamedTuple):
     attr: str
     before: Tensor
     used: Tensor
+    is_given: bool
+    """Whether it is in ``buffers=``, by this or another name of the model's own tensor."""
     moves: bool
     """Whether ``used`` is a copy that a kernel changes in place, inside torch.compile."""
 
@@ -83,10 +85,16 @@ def replace_buffers(
 ) -> dict[str, ReplacedBuffer]:
     """Return by name what a call uses instead of each buffer: the given one, or else a copy, which is thrown away.
 
-    The precisions of the spec cast floating point buffers. Inside torch.compile a given buffer that a normalisation layer
-    changes in place is copied as well. Buffers on the meta device stay. Dynamo traces this: plain loops.
+    One that several modules share is given by any of its names. The precisions of the spec cast floating point buffers. Inside
+    torch.compile a given buffer that a normalisation layer changes in place is copied as well. Buffers on the meta device stay.
+    Dynamo traces this: plain loops.
     """
     copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
+    originals: list[tuple[Tensor, nn.Module, str, Tensor]] = []
+    for path, module in modules.items():
+        for attr, own in module._buffers.items() if given else ():
+            if own is not None and join_path(path, attr) in given:
+                originals.append((own, module, attr, given[join_path(path, attr)]))
     seen: set[nn.Module] = set()
     replaced: dict[str, ReplacedBuffer] = {}
     in_graph = _torch.is_in_graph()
@@ -98,13 +106,18 @@ def replace_buffers(
         for attr, own in module._buffers.items():
             name = join_path(path, attr)
             before, is_given = given.get(name, own), name in given
+            for original, owner, name_there, x in () if is_given else originals:
+                if original is own:  # perhaps at another of the module's paths
+                    before, is_given = None if owner is module and name_there == attr else x, True
             if before is None or (not is_given and (before.is_meta or module in seen)):
                 continue
             dtype = cast if cast is not None and before.is_floating_point() else before.dtype
-            if (moves or not is_given) and (before, dtype) not in copies:
-                copies[before, dtype] = copy_buffer(before, dtype)
-            used = copies[before, dtype] if moves or not is_given else cast_floats(before, cast)
-            replaced[name] = ReplacedBuffer(module, attr, before, used, moves)
+            used = before
+            if moves or not is_given or dtype != before.dtype:
+                if (before, dtype) not in copies:
+                    copies[before, dtype] = copy_buffer(before, dtype)
+                used = copies[before, dtype]
+            replaced[name] = ReplacedBuffer(module, attr, before, used, is_given, moves)
         seen.add(module)
     for name in given:
         if name not in replaced:
@@ -126,17 +139,16 @@ class CallBuffers:
         self._replaced = replace_buffers(modules, self.given, spec)
         with_buffers = {path: module for path, module in modules.items() if module._buffers}  # few of them
         own = [(join_path(path, attr), m, attr, x) for path, m in with_buffers.items() for attr, x in m._buffers.items()]
-        empty = {name: x for name, _, _, x in own if x is not None and name not in self.given and x.is_meta} if valued else {}
-        if empty:
+        self._unset = [(name, module, attr) for name, module, attr, x in own if x is None]
+        for module in with_buffers.values():
+            vars(module)["_buffers"] = dict(module._buffers)
+        for x in self._replaced.values():
+            x.module._buffers[x.attr] = x.used
+        if empty := {name: x for name, m, attr, x in own if valued and x is not None and m._buffers[attr] is x and x.is_meta}:
             raise ValueError(
                 f"functional_call: buffers are on the meta device, without values: {abridge(empty)}; expected all in buffers=, "
                 "as fs.init_buffers(model, spec) makes them; those that no initialiser makes have to be made by hand"
             )
-        self._unset = [(name, module, attr) for name, module, attr, x in own if x is None]
-        for module in with_buffers.values():
-            vars(module)["_buffers"] = dict(module._buffers)
-        for module, attr, _, used, _ in self._replaced.values():
-            module._buffers[attr] = used
 
     def updated(self) -> dict[str, Tensor]:
         """Return the given buffers as they are now, in their own dtypes, and those that were None and that forward has made."""
@@ -151,7 +163,9 @@ class CallBuffers:
     def changed(self) -> list[str]:
         """Return the names of what is thrown away: copies that forward has changed, and made buffers that nobody is given."""
         copied = {name: x for name, x in self._replaced.items() if name not in self.given}
-        moved = {(x.module, x.attr) for x in copied.values() if x.now is not x.used or _torch.version(x.used)}
+        moved = {
+            (x.module, x.attr) for x in copied.values() if x.now is not x.used or (not x.is_given and _torch.version(x.used))
+        }
         # The kernels of BatchNorm do not tell the version of its statistics, but its module counts.
         counted = {module for module, attr in moved if attr == "num_batches_tracked"}
         moved |= {(module, attr) for module in counted for attr in ("running_mean", "running_var")}

@@ -50,7 +50,7 @@ def run(
         if path in modules:
             swaps.append((modules[path]._parameters, now))
     replaced = replace_buffers(modules, buffers or {}, spec)
-    for module, attr, _, used, _ in replaced.values():
+    for module, attr, _, used, _, _ in replaced.values():
         swaps.append((module._buffers, {attr: used}))
     with (
         _torch.undo_module_writes(model) if _torch.is_in_dynamo() else restore_modules(modules, calling_thread()),
@@ -62,7 +62,7 @@ def run(
             setattr(module, name, value)
         run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""], "")
         out = _wrap_in_region(run, "", spec)(*args, **kwargs)
-        after = {name: module._buffers[attr] for name, (module, attr, _, _, _) in replaced.items()}
+        after = {name: x.module._buffers[x.attr] for name, x in replaced.items()}
     _keep_buffers(replaced, after, buffers)
     return out
 
@@ -127,10 +127,10 @@ def _keep_buffers(
     replaced: Mapping[str, ReplacedBuffer], after: Mapping[str, Tensor | None], buffers: dict[str, Tensor] | None
 ) -> None:
     lost: list[str] = []
-    for name, (_, _, before, used, moves) in replaced.items():
+    for name, (_, _, before, used, is_given, moves) in replaced.items():
         now = after[name]
         if buffers is None or name not in buffers:
-            if moves or now is not used:
+            if (moves and not is_given) or now is not used:
                 lost.append(name)
         elif moves and now is used and used.dtype == before.dtype:
             write_buffer(before, used)

@@ -146,7 +146,7 @@ def _list_microbatches(
 ) -> Sequence[Any]:
     """Return the micro-batches as a list; raise ValueError on every rank if one has wrong weights, or too few for the others.
 
-    Ranks compare them before the first one runs. With ``full`` gradients they may have different numbers.
+    Ranks compare them before the first one runs. With ``full`` parameters of all units they may have different numbers.
     """
     _check_iterable("accumulate", microbatches)
     batches = microbatches if isinstance(microbatches, list | tuple) else list(microbatches)
@@ -252,7 +252,7 @@ class AccumulationPlan:
                 raise ValueError(f"parameter '{name}' is ignored by the spec: expected shards of its units; close over it")
         check_differentiable(params)
         reduction = resolve_reduction(reduce, over, mesh, units)
-        batches = _list_microbatches(microbatches, weights, mesh, full=full)
+        batches = _list_microbatches(microbatches, weights, mesh, full=full and len(params) == len(spec))
         scales = None if weights is None else _make_loss_scales(weights, params, mesh, reduction)
         in_place = not is_differentiated_outside((params, weights, batches))
         zeros: list[Tensor | None] = [None] * len(batches)
@@ -505,7 +505,7 @@ def accumulate(
         f: Returns the scalar loss of a micro-batch, or ``(loss, aux)``, by `functional_call` with this spec.
         params: Shards, some or all (`partition`).
         microbatches: A list, or a generator, which is read first. With "shards" all ranks need equally many, which they
-            compare, and `pad_microbatches` gives; with "full" each rank's mean is over its own.
+            compare, and `pad_microbatches` gives; with "full" and all params each rank's mean is over its own.
         spec: The spec of the shards.
         keep: "shards" reduces each micro-batch in its backward and adds up slices, in float32 at least. "full" gathers and
             reduces each unit once, with all full parameters and gradients in memory (``no_sync``).

@@ -291,8 +291,9 @@ def load(
         path: The directory of the checkpoint, the same one on all ranks, or a copy of it.
         spec: A bound spec, all ranks of whose mesh call this.
         only: The path of a part of the state to read, such as ``"params"`` or ``"opt.ema"``.
-        like: A state with the structure, shapes and dtypes of the result; tensors may be on the meta device. It is needed for
-            containers of other classes, and for states of optimizers of matrices, in 8 bits, or that other programs wrote.
+        like: A state with the structure, shapes and dtypes of the result, which is all that is read; tensors may be on the meta
+            device. It is needed for containers of other classes, and for states of optimizers of matrices, in 8 bits, or that
+            other programs wrote.
         check: Whether to compare the checksums of the records that are read.
         timeout: The seconds that ranks wait for a lost rank.
 

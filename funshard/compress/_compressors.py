@@ -123,7 +123,7 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
     Args:
         chunk: Elements with a scale of their own, at least 1 (otherwise ValueError; 512 in torch's hook); by default all that
             one rank sends another of a unit.
-        axes: The mesh axes to take the mean over, as for `exact`.
+        axes: The mesh axes to compress over, all by default; over the others gradients are reduced exactly, and first.
 
     Example:
         >>> import torch, funshard as fs

@@ -16,7 +16,7 @@ from .._core.mesh import check_spans_world
 from .._core.spec import PartitionSpec
 from .._slices.values import agree_finite, check_decay, find_nonfinite, is_inexact, select_if_finite, upcast, update_average
 from .._torch.tracing import LOGGER
-from ._checks import Optimizer, Pair, Tensors, break_message, check_tensors, is_pair
+from ._checks import Optimizer, Pair, Tensors, break_message, check_tensors, check_trees, is_pair
 from ._norms import check_max_norm, clip_by_global_norm
 from ._schedules import read_count, read_value
 
@@ -190,8 +190,7 @@ def accumulate_steps(k: int) -> Link:
         return AccumulationState(inner, torch.zeros((), dtype=torch.int64), sums)
 
     def step(update: Any, grads: Tensors, state: AccumulationState, params: Tensors, **rates: Any) -> tuple[Tensors, Any]:
-        for key in (key for key in state.sums if key not in grads):
-            raise ValueError(f"accumulate_steps: unit '{key}' has no gradient: expected those of all units, got {[*grads][:8]}")
+        check_trees(params, grads, params, state.sums)
         count = read_count(state.num_summed, "accumulate_steps", planned=k - 1) + 1
         if count > k:
             raise ValueError(f"accumulate_steps: the state has {count - 1} gradients of a larger k: expected less than k={k}")

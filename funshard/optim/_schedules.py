@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import warnings
@@ -110,13 +111,17 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     if len(boundaries) != len(schedules) - 1 or any(a >= b for a, b in itertools.pairwise([0, *boundaries])):
         raise ValueError(f"join: expected rising boundaries of all {len(schedules)} schedules but the first, got {boundaries}")
 
+    begins = [0, *boundaries]
+
     def rate(step: int | Tensor) -> Any:
-        out = schedules[0](step)
-        for following, begin in zip(schedules[1:], boundaries, strict=True):
-            if isinstance(step, Tensor):
-                out = torch.where(step >= begin, following((step - begin).clamp(min=0)), out)
-            elif step >= begin:
-                out = following(step - begin)
+        known = step if not isinstance(step, Tensor) else read_value(step, 0) if step.device.type == "cpu" else None
+        if known is not None:  # the others may have ended, or not begun
+            i = bisect.bisect(boundaries, known)
+            return schedules[i](step - begins[i])
+        out: Any = math.nan
+        for following, begin in zip(schedules, begins, strict=True):
+            value = torch.as_tensor(following((step - begin).clamp(min=0)), dtype=torch.float64)
+            out = torch.where(step >= begin, value, out)
         return out
 
     return rate

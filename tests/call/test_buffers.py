@@ -72,6 +72,38 @@ def test_a_buffer_that_was_none_is_handed_back(remat: bool) -> None:
     assert model.mean is None
 
 
+def gate(self: Any, x: Tensor) -> Tensor:
+    self.n += 1
+    return self.linear(x).tanh() * self.n
+
+
+@every(remat=[False, True], name=["0.n", "1.n"])
+def test_a_buffer_of_two_modules_is_one(name: str, remat: bool) -> None:
+    """Given by any of its names, as in torch.func.functional_call."""
+    n, x, make = torch.zeros(3), torch.randn(4, 3), module_class("Gate", lambda: {"linear": nn.Linear(3, 3)}, gate)
+    model = nn.Sequential(make(), make())
+    for child in model:
+        child.register_buffer("n", n)
+    plain, buffers = copy.deepcopy(model), {name: n.clone()}
+    spec, params = shards_of(fs.policies.whole(P("shard", remat=remat)), model)
+    for _ in range(2):
+        assert_close(fs.functional_call(model, params, (x,), spec=spec, buffers=buffers), plain(x), rtol=0, atol=0)
+    assert_close(buffers, {name: plain.get_buffer("0.n")})
+    assert not n.any()
+
+
+def test_the_buffers_of_a_module_at_two_paths_in_every_order() -> None:
+    """As of a rotary embedding that all layers share."""
+    turns = module_class("Turns", lambda: {"freq": nn.Buffer(torch.rand(3))}, lambda self, x: x * self.freq.cos())()
+    model, x = nn.Sequential(turns, nn.Linear(3, 3), nn.Tanh(), turns, nn.Linear(3, 3)), torch.randn(4, 3)
+    found: list[Tree] = []
+    for p in (P(), P(remat=True)):
+        spec, params = shards_of(fs.policies.whole(p), model)
+        loss = loss_of(model, spec, x)
+        found.append(fs.hvp(loss, params, params) | fs.hvp(loss, params, params, forward=False))
+    assert_close(*found)
+
+
 CHANGED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "batch": (
         with_batch_norm,

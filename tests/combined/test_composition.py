@@ -364,6 +364,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
     params = {"": torch.zeros(2)}
     init, update = optim.accumulate_steps(2)(sgd)
     refused(ValueError, "unit '' has no gradient", lambda: update({}, init(params), params))
+    refused(ValueError, r"unit '': expected \[2\] .* got \[1\]", lambda: update({"": torch.ones(1)}, init(params), params))
     with pytest.raises(ValueError, match="has 2 gradients of a larger k"):
         update(params, init(params)._replace(num_summed=torch.tensor(2)), params)
     with pytest.raises(ValueError, match="same count of steps on all ranks"):

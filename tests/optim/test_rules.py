@@ -214,5 +214,8 @@ def test_schedules(compiled: bool) -> None:
             params, state = run({"": torch.ones(2).double()}, state, params)
             total += rate(i)
         assert_close(params[""], torch.full((2,), -total).double())
+    once = optim.schedule(torch.optim.lr_scheduler.OneCycleLR, 0.1, max_lr=0.1, total_steps=5, cycle_momentum=False)
+    rate = optim.join([once, lambda step: 0.1], [5])
+    assert [rate(7), float(rate(torch.tensor(7)))] == [0.1, 0.1]  # in float64, and without the one that has ended
     for wrong in (lambda: optim.cosine(1.0, 0), lambda: optim.linear(1.0, 0.0, 0), lambda: optim.join([rate], [3])):
         refused(ValueError, "expected", wrong)

@@ -554,6 +554,19 @@ def test_a_bad_weight_on_one_rank_is_an_error_on_every_rank(rank: int, keep: str
     fs.accumulate(loss, params, [x, x], spec=spec, keep=keep, weights=[1.0, 2.0])  # the ranks are together
 
 
+@real_ranks(2)
+def test_units_that_are_closed_over_need_as_many_micro_batches(rank: int) -> None:
+    """They are gathered in each, also where the others are kept full, as the frozen ones beside LoRA."""
+    model, x = chain(2), numbers(0, 0)
+    spec, params = shards_of(policy(P("shard")), model)
+    frozen = {key: params[key] for key in [*params][:1]}
+    trained = {key: shard for key, shard in params.items() if key not in frozen}
+    loss = lambda p, x: fs.functional_call(model, frozen | p, (x,), spec=spec).sum()  # noqa: E731
+    run = functools.partial(fs.accumulate, loss, microbatches=[x] * (1 + rank), spec=spec, keep="full")
+    refused(ValueError, "got 1 micro-batches on rank 0, and 2 micro-batches on rank 1", lambda: run(trained))
+    close({key: run(params)[0][key] for key in trained}, fs.accumulate(loss, trained, [x], spec=spec, keep="full")[0])
+
+
 @at_most(8)
 @every(keep=KEEPS, reduce=["mean", "sum"], bad=[-1.0, -0.25, torch.nan, torch.inf])
 def test_weights_that_the_host_cannot_read_make_nan(keep: str, reduce: Any, bad: float) -> None:
