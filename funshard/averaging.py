@@ -67,7 +67,8 @@ def average_buffers(
         buffers: The model's buffers by name, or some of them, the same ones on every rank.
         spec: The model's spec.
         axes: Mesh axes, all by default; in a model with local axes they must be given (otherwise ValueError).
-        weight: This rank's number of samples, on all ranks or none. If it is 0 on all of them, they weigh the same.
+        weight: This rank's number of samples, on all ranks or none. If it is 0 on all of them, they weigh the same; one that is
+            negative or not finite makes the means of all NaN.
 
     Example:
         >>> import torch, funshard as fs
@@ -83,10 +84,11 @@ def average_buffers(
     over = {name: names for name, buffer in buffers.items() if names and is_inexact(buffer)}
     if weight is None:
         return _average_buckets(buffers, over, mesh)
-    own = total = torch.as_tensor(weight, dtype=torch.float32, device=mesh.device)
+    own = torch.as_tensor(weight, dtype=torch.float32, device=mesh.device)
+    own = total = torch.where((own >= 0) & own.isfinite(), own, torch.nan)
     for name in names:
         total = all_reduce(total, mesh[name], reduce="sum")
-    share = torch.where(total > 0, own / total, 1 / math.prod(mesh[name].size for name in names))
+    share = torch.where(total == 0, 1 / math.prod(mesh[name].size for name in names), own / total)
     shares = {name: (buffers[name], share.to(buffers[name].device)) for name in over}
     parts = {name: (drop_unweighted(x, s) * s).to(x.dtype) for name, (x, s) in shares.items()}
     return _average_buckets({**buffers, **parts}, over, mesh, reduce="sum")

@@ -64,10 +64,11 @@ def dynamic(
         ({'': tensor([2., inf])}, tensor(2.), tensor(False))
     """
     check_spec(spec)
-    if not (scale > 0 and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1):
+    is_interval = growth_interval >= 1 and not growth_interval % 1
+    if not (0 < scale <= torch.finfo(torch.float32).max and growth_factor > 1 and 0 < backoff_factor < 1 and is_interval):
         raise ValueError(
-            "loss_scale.dynamic: expected scale > 0, growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1, got "
-            f"{scale}, {growth_factor}, {backoff_factor} and {growth_interval}"
+            "loss_scale.dynamic: expected scale > 0 in float32, growth_factor > 1, 0 < backoff_factor < 1 and a whole "
+            f"growth_interval >= 1, got {scale}, {growth_factor}, {backoff_factor} and {growth_interval}"
         )
 
     def init(params: Mapping[str, Tensor] | None = None) -> LossScale:

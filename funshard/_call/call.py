@@ -17,7 +17,7 @@ from .._core.checks import bind_spec, check_params, check_spec, find_full_params
 from .._core.flow import ReduceBy, Reduction, resolve_reduction
 from .._core.mesh import has_peers
 from .._core.spec import PartitionSpec, abridge
-from .._transforms.error_hints import add_cast_hint, add_hints
+from .._transforms.error_hints import add_hints
 from .._wire.accumulation import find_accumulation
 from .._wire.flow import refuse_reduce_codec_in_graph
 from .._wire.host import check_host_resident
@@ -106,7 +106,7 @@ def functional_call(
     try:
         run = _run_call(Call(bound, inputs, wrappers=_WRAPPERS), *given, buffers, method, returned)
     except (TypeError, RuntimeError) as error:
-        raise add_cast_hint(add_hints(error, model), model, inputs.spec)  # noqa: B904 - the same one
+        raise add_hints(error, model)  # noqa: B904 - the same one
     for guard in run.guards:
         guard.report(run, stacklevel=2)
     if inspect.isgenerator(run.out):

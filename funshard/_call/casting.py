@@ -18,10 +18,12 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .. import _torch
 from .._batchnorm import MESH, WEIGHT, SyncBatchNorm
+from .._core.flow import count_ranks
 from .._core.spec import PartitionSpec
 from .._core.unit import P, Unit
 from .._spec.local import check_axes_are_given
 from .._spec.precision import has_casts, precision_of
+from .._transforms.ambient import RUNNING
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -129,6 +131,12 @@ def module_overrides(
         if isinstance(module, SyncBatchNorm):
             if module.training:
                 check_axes_are_given(module.axes, spec, f"SyncBatchNorm '{at}'")
+                mesh, per_sample = spec.bound_mesh, not _torch.is_in_graph() and RUNNING.is_per_sample
+                if per_sample and count_ranks(mesh.select(module.axes), mesh) > 1:
+                    raise ValueError(
+                        f"SyncBatchNorm '{at}' in per_sample_grads takes statistics over the samples of other ranks: expected "
+                        "a layer that looks at one sample, such as nn.GroupNorm, or model.eval()"
+                    )
             yield module, MESH, spec.bound_mesh
             if weight is not None:
                 yield module, WEIGHT, weight

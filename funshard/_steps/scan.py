@@ -74,11 +74,7 @@ State = TypeVar("State")
 
 
 def scan(
-    step: Callable[[State, Any], tuple[State, Any]],
-    state: State,
-    xs: Any,
-    *,
-    segments: int | Literal["log"] | None = None,
+    step: Callable[[State, Any], tuple[State, Any]], state: State, xs: Any, *, segments: int | Literal["log"] | None = None
 ) -> tuple[State, Any]:
     """Run a step for each slice of ``xs``, and keep few states for derivatives, of any order (jax.lax.scan).
 

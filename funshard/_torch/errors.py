@@ -92,28 +92,17 @@ _HINTS = [
      "buffers that are given by buffers=, or no compile"),
     (r"tag_activation_checkpoint",
      "forward uses torch.utils.checkpoint: expected P(remat=True) of the unit, or fs.remat"),
-    (r"[Dd]ata-dependent",
-     "forward has a branch, a size or an assertion that depends on values: expected torch.where, torch.cond or a mask, or "
-     "P(compile=True) of units, whose graphs may break"),
-    (r"builtin operator `print`|LoggingLogger|logging\.Logger",
-     "forward prints or logs: expected that under `if not torch.compiler.is_compiling()`, or the function in "
-     "torch._dynamo.config.ignore_logging_functions, or P(compile=True) of units, whose graphs may break"),
-    (r"RNN, GRU, or LSTM",
-     "expected torch._dynamo.config.allow_rnn = True, or P(compile=True) of units, which run it as it is"),
     (r"Module-level backwards hooks",
      "a module has a backward hook: expected tensor.register_hook in forward, or P(compile=True) of units"),
     (r"`torch\.autograd\.grad` with|Tensor\.backward\(\)|requires_grad_\(\)",
      "expected fs.grad, fs.grad_and_value or torch.func.grad for every gradient inside of the compiled function"),
-    (r"Opaque object type: <class 'torch\._C\.Generator'>|Generator\.__new__",
-     "a torch.Generator is made inside of the compiled function: expected one that is made outside of it"),
     (r"numel\(\) on tensor with symbolic sizes",
      "torch's dropout takes no symbols for sizes in a gradient: expected dynamic=False, and a compilation for each size"),
     (r"DynamicLayer\.cpp",  # torch's own assertion, where it goes on after a break
      "the graph breaks inside of a gradient, as by a branch on values in forward, and torch cannot go on from there: expected "
      "a step that is one graph, or no compile; fullgraph=True names the line"),
-    (r"`disallow_in_graph`", "torch.func.linearize cannot be compiled: expected torch.func.jvp or fs.hvp"),
 ]  # fmt: skip
-"""torch's words, and what to do. Pinned by ``test_compile_errors_say_what_to_do``."""
+"""torch's words where they do not say what to do, and that. Pinned by ``test_compile_errors_say_what_to_do``."""
 
 
 def find_compile_hint(error: BaseException) -> str:

@@ -132,6 +132,7 @@ class _Running(threading.local):
     is_first = False  # whether the innermost is in its first run, whose graph is not kept
     first_runs: tuple[Any, ...] = ()  # the first runs that save results of operators, the innermost last
     is_paused = False  # whether results of operators are neither saved nor reused
+    is_per_sample = False  # whether the loss of each sample runs by itself, under vmap
     is_in_gradient = False  # whether plain autograd differentiates a loss function that runs
     is_differentiated = False
     """Whether something outside counts as differentiating what is computed, whose arguments may not require grad: a run of a

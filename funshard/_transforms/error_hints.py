@@ -1,4 +1,4 @@
-"""Hints for torch's errors: which derivative or cast is missing, in which module, and what to write instead.
+"""Hints for torch's errors: which derivative is missing, in which module, and what to write instead.
 
 The error stays torch's own, with its type and traceback, so that what catches it still does.
 """
@@ -6,7 +6,6 @@ The error stays torch's own, with its type and traceback, so that what catches i
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
 from collections.abc import Generator, Iterator
@@ -17,8 +16,6 @@ from torch import nn
 from torch.autograd import Function
 
 from .. import _torch
-from .._core.spec import PartitionSpec
-from .._spec.precision import resolve_dtypes
 
 E = TypeVar("E", bound=BaseException)
 
@@ -49,8 +46,6 @@ _HINTS = (
     ),
 )
 """torch's words, and what to do; the first that fits."""
-_ABOUT_DTYPES = re.compile(r"dtype|scalar type|datatype|Input type \(|\bbe the same\b")
-"""torch's words about tensors of two dtypes."""
 
 
 def is_forward_rule_missing(error: BaseException) -> bool:
@@ -72,22 +67,6 @@ def add_hints(error: E, model: nn.Module | None = None) -> E:
     path = find_running_module(error.__traceback__, model)
     hint = hint.format(operator=operator, function=function)
     return _add_note(error, hint if path is None else f"module '{path}': {hint}")
-
-
-def add_cast_hint(error: E, model: nn.Module, spec: PartitionSpec) -> E:
-    """Return the same error; with a note that names the missing cast if it is about dtypes where `Precision` keeps one."""
-    kept = [(x.name, dtype, unit) for unit in spec for x, dtype in zip(unit.params, unit.param_dtypes, strict=False) if dtype]
-    path = find_running_module(error.__traceback__, model)
-    if not kept or path is None or not _ABOUT_DTYPES.search(_torch.error_text(error)):
-        return error
-    name, dtype, unit = max(kept, key=lambda one: len(os.path.commonprefix([one[0], path])))  # noqa: RUF071 - of names
-    low = resolve_dtypes(unit.p, unit.dtype).param
-    hint = (
-        f"module '{path}' failed, and Precision(keep=) has parameters such as '{name}' in {dtype}, while inputs are cast to "
-        f"{low}: expected forward to cast its input, as x.to(self.weight.dtype), or the module of the parameter to return "
-        f".to({low}), as nn.RMSNorm does; or policies.full_precision(policy, type(module)) instead of keep"
-    )
-    return _add_note(error, hint)
 
 
 @contextlib.contextmanager

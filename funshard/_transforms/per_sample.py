@@ -23,7 +23,7 @@ from .._slices.random_slices import random_like
 from .._spec.codec import check_trainable
 from .._wire.flow import apply_options, unshard_unit, weigh_grad
 from ..collectives._functions import broadcast, sum_over
-from .ambient import REGISTER_HOOK, AmbientState, ForbiddenFunctions
+from .ambient import REGISTER_HOOK, RUNNING, AmbientState, ForbiddenFunctions
 from .products import find_length, grad
 
 
@@ -47,7 +47,8 @@ def per_sample_grads(
     Private Deep Learning with Fast Per-Example Gradient Clipping, 2021).
 
     Args:
-        f: The loss of one sample, ``f(params, *sample)``, with `functional_call` on its first argument.
+        f: The loss of one sample, ``f(params, *sample)``, with `functional_call` on its first argument. It exchanges nothing
+            between ranks, whose samples it would mix.
         params: Shards by unit key, of all units or some (`partition`); ``f`` closes over the others.
         batch: The other arguments of ``f`` as a tuple, or the only one: tensors with the samples in their first dimension. A
             rank may have none.
@@ -66,7 +67,7 @@ def per_sample_grads(
 
     Raises:
         ValueError: Before any communication, for params that are no shards of the spec's units, tensors that differ in their
-            first dimension, options that do not fit together, and local axes of several ranks.
+            first dimension, options that do not fit together, local axes of several ranks, and a `SyncBatchNorm` over some.
 
     Example:
         >>> import torch, funshard as fs
@@ -98,7 +99,8 @@ def per_sample_grads(
 
     def vmap_samples(fn: Callable[..., Any], full: Mapping[str, Tensor]) -> Any:
         dims = (None, *(0 for _ in args))
-        return torch.vmap(fn, dims, randomness=randomness, chunk_size=chunk_size)(full, *args)
+        with contextlib.nullcontext() if _torch.is_in_graph() else RUNNING.set(is_per_sample=True):
+            return torch.vmap(fn, dims, randomness=randomness, chunk_size=chunk_size)(full, *args)
 
     if clip is None:
         buffers = _gather_buffers(params, units, mesh)

@@ -25,11 +25,7 @@ Rows = TypeVar("Rows")
 
 
 def chunked(
-    f: Callable[[W, Rows], tuple[Tensor, Tensor | float]],
-    chunks: int,
-    *,
-    dim: int = 0,
-    reduce: Literal["sum", "mean"] = "sum",
+    f: Callable[[W, Rows], tuple[Tensor, Tensor | float]], chunks: int, *, dim: int = 0, reduce: Literal["sum", "mean"] = "sum"
 ) -> Callable[[W, Rows], Any]:
     """Return a function that adds up ``f`` over slices of the rows, and runs it again on each slice for its derivatives.
 

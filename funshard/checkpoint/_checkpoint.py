@@ -168,7 +168,7 @@ def save(
 
     def write() -> None:
         with undo_write, phase("checkpoint write"):
-            ranks.decide(lambda: (None, write_boxes(file, boxes)), commit, "checkpoint.save: nothing was saved")
+            ranks.decide(lambda: (None, write_boxes(file, boxes)), commit, f"checkpoint.save: nothing was saved at {path}")
             undo_write.pop_all()
         LOGGER.info("checkpoint.save: %s is complete", target)
 

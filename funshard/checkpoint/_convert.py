@@ -23,6 +23,7 @@ from .._sharding.full import find_result_dtype, gather_stored, stream_full
 from .._torch.tracing import LOGGER
 from .._wire.host import check_host_resident
 from ..optim._checks import ParamOptions, State, copy_like, group_by_options, refuse_encoded
+from ..optim._from_torch import from_torch
 from ._checkpoint import Part, compare_texts, summarize
 from ._directory import CheckpointError, DamagedError, flush, is_directory, is_plain_name, open_regular, read_regular
 from ._leaves import Box, TensorLeaf, check_storable, clean_name, slice_leaf
@@ -102,6 +103,8 @@ def export(
     spec = bind_spec(spec)
     path = os.fsdecode(directory)
     ranks = Ranks(spec, "checkpoint.export", timeout, directory=path, dtype=str(dtype), dry_run=bool(dry_run))
+    if "://" in path:
+        raise ValueError(f"checkpoint.export: expected a local directory, which safetensors writes to, got {path!r}")
     target = Path(path).absolute()
     header = {"format": "pt", **(metadata or {})}
 
@@ -411,6 +414,12 @@ def optimizer_state_dict(
 
     def describe() -> tuple[list[StateDict], dict[Part, str]]:
         _, texts = summarize(_describe(state, spec), spec, ranks.size)
+        known = {*from_torch(optimizer_class, **defaults).init({"": torch.zeros(1)})[""]}
+        for key, name in ((key, min(own.keys() - known)) for key, own in state.items() if own.keys() - known):
+            raise ValueError(
+                f"unit '{key}' has the state '{name}', and {optimizer_class.__name__} with these options has {sorted(known)}: "
+                "expected the class and options that optim.from_torch was given"
+            )
         given = [{"params": [torch.empty(0)], **group} for group in groups]
         return optimizer_class(given, **defaults).state_dict()["param_groups"], texts
 

@@ -166,6 +166,8 @@ class BatchSampler:
         Args:
             step: The steps that the loop has taken. Only the loop knows: a DataLoader's workers draw ahead.
         """
+        if step < 0 or step % 1:
+            raise ValueError(f"data.sampler: step: expected a whole number from 0 on, got {step}")
         return {"step": step} | {name: getattr(self, name) for name in ("size", "batch", "seed", "shuffle", "last")}
 
     def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
@@ -177,8 +179,6 @@ class BatchSampler:
         names = self.state_dict(0)
         if lacking := [name for name in names if name not in state]:
             raise ValueError(f"data.sampler: expected what state_dict returned, got no '{lacking[0]}' among {[*state]}")
-        if int(state["step"]) < 0:
-            raise ValueError(f"data.sampler: step: expected at least 0, got {state['step']}")
         for name, own in self.state_dict(int(state["step"])).items():
             if state[name] != own:
                 raise ValueError(

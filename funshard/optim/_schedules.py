@@ -110,19 +110,18 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """
     if len(boundaries) != len(schedules) - 1 or any(a >= b for a, b in itertools.pairwise([0, *boundaries])):
         raise ValueError(f"join: expected rising boundaries of all {len(schedules)} schedules but the first, got {boundaries}")
-
     begins = [0, *boundaries]
 
     def rate(step: int | Tensor) -> Any:
-        known = step if not isinstance(step, Tensor) else read_value(step, 0) if step.device.type == "cpu" else None
-        if known is not None:  # the others may have ended, or not begun
-            i = bisect.bisect(boundaries, known)
-            return schedules[i](step - begins[i])
-        out: Any = math.nan
-        for following, begin in zip(schedules, begins, strict=True):
-            value = torch.as_tensor(following((step - begin).clamp(min=0)), dtype=torch.float64)
-            out = torch.where(step >= begin, value, out)
-        return out
+        known: Any = step
+        if isinstance(step, Tensor) and (known := read_value(step, 0) if step.device.type == "cpu" else None) is None:
+            out: Any = math.nan
+            for following, begin in zip(schedules, begins, strict=True):
+                value = torch.as_tensor(following((step - begin).clamp(min=0)), dtype=torch.float64)
+                out = torch.where(step >= begin, value, out)
+            return out
+        i = bisect.bisect(boundaries, known)  # the others may have ended, or not begun
+        return schedules[i](step - begins[i])
 
     return rate
 

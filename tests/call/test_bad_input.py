@@ -228,7 +228,7 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
 )
 def test_bad_input(call: Callable[[], object], error: type[Exception], match: str) -> None:
     """Each mistake is an error that names the path, what was expected and what was there."""
-    refused(error, re.compile(match, re.DOTALL), lambda: call())
+    refused(error, re.compile(match, re.DOTALL), call)
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
@@ -310,5 +310,5 @@ def test_a_rate_or_trees_that_are_none(make: str) -> None:
         "grads": lambda: update(given, state, params),
         **({"state": lambda: update(before, given, params)} if make in MATRIX else {}),
     }.items():
-        refused(TypeError, rf"^{what}: expected a dict (of tensors )?by unit key.*, got list", lambda: call())
+        refused(TypeError, rf"^{what}: expected a dict (of tensors )?by unit key.*, got list", call)
     assert all(torch.equal(x, before[key]) for key, x in params.items())

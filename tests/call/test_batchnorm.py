@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import stacked
 from depth import at_most, depth, each, mark_seldom, seldom
-from models import module_class, unchanged
+from models import module_class, refused, unchanged
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -317,5 +317,4 @@ def test_conversion() -> None:
     ],
 )
 def test_errors(call: Callable[[], object], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        call()
+    refused(ValueError, match, call)

@@ -264,6 +264,7 @@ def test_average_buffers(rank: int, weighted: bool, axes: str | None) -> None:
     if weighted:  # all alike where none has any
         equal = torch.arange(8.0).view(4, 2)
         assert_close(run(equal, torch.zeros(4))["mean"], run(equal, torch.ones(4))["mean"])
+        assert all(run(equal, torch.tensor([1.0, bad, 1.0, 1.0]))["mean"].isnan().any() for bad in (-1.0, torch.nan))
 
 
 # --- evaluation with statistics that training has not updated ---

@@ -270,6 +270,7 @@ def test_an_error_of_the_first_rank_is_one_of_all(rank: int, tmp_path: Path) -> 
     torch.distributed.barrier()
     checkpoint.export(path, params, spec)
     refused(FileExistsError, "expected a path where nothing is", lambda: checkpoint.export(path, params, spec))
+    refused(ValueError, "expected a local directory, .* got 's3://", lambda: checkpoint.export("s3://here", params, spec))
     assert os.listdir(tmp_path) == ["files"]
     assert os.listdir(path) == ["model.safetensors"]
 

@@ -266,7 +266,7 @@ def test_refused() -> None:
         lambda: fs.unshard(params | wrong, spec),
         lambda: fs.functional_call(model, params | {"0:frozen": params["0:frozen"][:-1]}, XS[0], spec=spec),
     ):
-        refused(ValueError, rf"unit '0:frozen' is at rest in nf4\(block=8\): expected its {bytes_of} bytes", lambda: call())
+        refused(ValueError, rf"unit '0:frozen' is at rest in nf4\(block=8\): expected its {bytes_of} bytes", call)
     refused((ValueError, TypeError), r"unit '(0:frozen)?'", lambda: fs.functional_call(model, params, XS[0], spec=plain))
     with pytest.raises(RuntimeError, match=r"at rest in nf4\(block=8\), and bytes have no derivative"):
         torch.func.grad(lambda full: fs.shard(full, spec)["0"].sum())(dict(model.named_parameters()))

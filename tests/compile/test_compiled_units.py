@@ -522,12 +522,6 @@ def test_no_grad_in_a_compiled_hvp(compiler: str, forward: bool) -> None:
 
 
 # --- errors that say what to do ---
-class Branches(Leaf):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.l(x)
-        return y * 2 if y.sum() > 0 else y * 3 * self.l.bias
-
-
 class Writes(Leaf):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -549,19 +543,13 @@ class BackwardHook(Leaf):
 
 KEPT: list[Tensor] = []
 CHECKPOINTS = leaf("Checkpoints", lambda self, x: checkpoint(Leaf.forward.__get__(self), x, use_reentrant=False))
-PRINTS = leaf("Prints", lambda self, x: print("forward") or self.l(x))
 KEEPS = leaf("Keeps", lambda self, x: KEPT.append(self.l(x)) or KEPT[-1].sin())
-SEEDS = leaf("Seeds", lambda self, x: self.l(x) * torch.rand(6, generator=torch.Generator().manual_seed(0)))
 HINTS: dict[type[nn.Module], str] = {
     CHECKPOINTS: "forward uses torch.utils.checkpoint: expected P(remat=True) of the unit, or fs.remat",
-    Branches: "forward has a branch, a size or an assertion that depends on values: expected torch.where",
-    PRINTS: "forward prints or logs: expected that under `if not torch.compiler.is_compiling()`",
-    Recurrent: "expected torch._dynamo.config.allow_rnn = True, or P(compile=True) of units",
     Writes: "forward changes a parameter, a buffer or an argument in place: expected a new tensor",
     KEEPS: "forward keeps a tensor that it computes, in a list",
     Differentiates: "expected fs.grad, fs.grad_and_value or torch.func.grad for every gradient",
     BackwardHook: "a module has a backward hook: expected tensor.register_hook in forward, or P(compile=True) of units",
-    SEEDS: "a torch.Generator is made inside of the compiled function: expected one that is made outside",
 }
 
 

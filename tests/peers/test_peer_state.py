@@ -218,6 +218,8 @@ def test_states_that_do_not_fit_are_refused(rank: int) -> None:
             exported("AdamW", spec, other)
     with pytest.raises(ValueError, match="expected this rank's slice"):
         exported("AdamW", spec, {key: {**s, "exp_avg": s["exp_avg"][1:]} for key, s in state.items()})
+    with pytest.raises(ValueError, match=r"has the state 'exp_avg', and SGD with these options has \['momentum_buffer'\]"):
+        checkpoint.optimizer_state_dict(state, spec, torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 @real_ranks(2)

@@ -339,7 +339,7 @@ def test_post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: 
 )  # fmt: skip
 def test_errors(call: Any, message: str) -> None:
     """Also in steps in which nothing is averaged."""
-    refused(ValueError, message, lambda: call())
+    refused(ValueError, message, call)
 
 
 def hierarchical(*levels: tuple[int, Any], warmup_steps: int = 0) -> Any:

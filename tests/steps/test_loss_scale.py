@@ -150,12 +150,13 @@ def test_it_is_a_link_of_a_chain() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ls.dynamic(SPEC, scale=0.0), "expected scale > 0, .* got 0.0"),
+        (lambda: ls.dynamic(SPEC, scale=0.0), "expected scale > 0 .* got 0.0"),
         (lambda: ls.dynamic(SPEC, growth_factor=1.0), "growth_factor > 1.* got 65536.0, 1.0"),
         (lambda: ls.dynamic(SPEC, growth_interval=0), "growth_interval >= 1.* and 0"),
+        (lambda: ls.dynamic(SPEC, scale=torch.inf), "expected scale > 0 in float32, .* got inf"),
         (lambda: ls.select(torch.tensor(True), {"a": torch.ones(1)}, {"b": torch.ones(1)}), "keys|Node|mismatch"),
     ],
-    ids=["scale", "growth", "interval", "trees"],
+    ids=["scale", "growth", "interval", "infinite", "trees"],
 )
 def test_errors(call: Any, message: str) -> None:
-    refused(ValueError, message, lambda: call())
+    refused(ValueError, message, call)

@@ -317,6 +317,19 @@ def test_local_axes_of_several_ranks_are_refused(clip: float | None) -> None:
             refused(ValueError, words, lambda: run(x))
 
 
+def test_statistics_over_the_samples_of_other_ranks_are_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), fs.SyncBatchNorm(3, track_running_stats=False)), torch.randn(2, 4, 5, 3)
+
+    def run(mesh: Any, x: Tensor) -> fs.Params:
+        spec = fs.policies.whole()(model).on(mesh)
+        loss = lambda p, x: objective(fs.functional_call(model, p, (x,), spec=spec))  # noqa: E731
+        return fs.per_sample_grads(loss, fs.shard(model, spec), (x,), spec=spec, clip=1.0)
+
+    words = r"SyncBatchNorm '1' in per_sample_grads takes statistics over the samples of other ranks"
+    refused(ValueError, words, lambda: fs.testing.spmd(run, 2)(x))
+    fs.testing.spmd(run, 1)(x[:1])
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of its hooks
 def test_opacus_agrees() -> None:
     """The clipped mean of Opacus, the peer, on one process."""
