@@ -23,7 +23,7 @@ from .._sharding.full import find_result_dtype, gather_stored, stream_full
 from .._torch.tracing import LOGGER
 from .._wire.host import check_host_resident
 from ..optim._checks import ParamOptions, State, copy_like, group_by_options, refuse_encoded
-from ..optim._from_torch import from_torch
+from ..optim._from_torch import ELEMENTWISE_CLASSES, from_torch
 from ._checkpoint import Part, compare_texts, summarize
 from ._directory import CheckpointError, DamagedError, flush, is_directory, is_plain_name, open_regular, read_regular
 from ._leaves import Box, TensorLeaf, check_storable, clean_name, slice_leaf
@@ -414,8 +414,9 @@ def optimizer_state_dict(
 
     def describe() -> tuple[list[StateDict], dict[Part, str]]:
         _, texts = summarize(_describe(state, spec), spec, ranks.size)
-        known = {*from_torch(optimizer_class, **defaults).init({"": torch.zeros(1)})[""]}
-        for key, name in ((key, min(own.keys() - known)) for key, own in state.items() if own.keys() - known):
+        is_known = optimizer_class in ELEMENTWISE_CLASSES  # others have the state that initial= of from_torch gave
+        known = {*from_torch(optimizer_class, **defaults).init({"": torch.zeros(1)})[""]} if is_known else {}
+        for key, name in ((key, min(own.keys() - known)) for key, own in state.items() if is_known and own.keys() - known):
             raise ValueError(
                 f"unit '{key}' has the state '{name}', and {optimizer_class.__name__} with these options has {sorted(known)}: "
                 "expected the class and options that optim.from_torch was given"
