@@ -74,7 +74,7 @@ class UnitScopes:
                 next(held for held in (self._pending, *self._scopes) if gathered in held).remove(gathered)
                 self._scopes[-1].append(gathered)
                 gathered.is_read_ahead &= is_read
-            if is_read and unit.key in self.separate:
+            if is_read and gathered.gathered_unit and unit.key in self.separate:  # for its module, which has run
                 _mark_separate(gathered)
             return gathered
         self.free(self._pending)

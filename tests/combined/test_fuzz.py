@@ -187,6 +187,8 @@ def test_found_per_sample(alone: Pool, case: Case, clip: float | None) -> None:
 def test_per_sample(alone: Pool) -> None:
     drawn = st.tuples(cases(["per_sample"], [(2,), (2, 2)]), st.sampled_from([None, 0.5]))
     check_cases(drawn, COUNT // 10, functools.partial(alone.run, per_sample))
+    found = Case(("weight_norm", "Table"), ("", "remat"), "per_sample", leaves=True)  # reads what is given in full
+    assert [kind(found, result) for result in alone.run(per_sample, found, None)] == ["exact"]
 
 
 @pytest.mark.parametrize("transform", ["fs.grad", "jvp"])
