@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,7 +110,7 @@ def _recompute_module(
     out = call_recomputed(run, run.name, roots, [*bound.distinct.values()], remat=remat)
     for path, values in attributes.items():
         own = vars(bound.distinct[path])
-        own.update(values)
+        own.update((sys.intern(name), value) for name, value in values.items())  # as pickle, which compares runs, knows them
         for name in [name for name, value in values.items() if value is _Deleted]:
             del own[name]
     for (path, attr), (buffer, is_new) in buffers.items():
