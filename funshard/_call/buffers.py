@@ -91,8 +91,8 @@ def replace_buffers(
     """
     copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
     originals: list[tuple[Tensor, nn.Module, str, Tensor]] = []
-    for path, module in modules.items():
-        for attr, own in module._buffers.items() if given else ():
+    for path, module in modules.items() if given else ():
+        for attr, own in module._buffers.items():
             if own is not None and join_path(path, attr) in given:
                 originals.append((own, module, attr, given[join_path(path, attr)]))
     seen: set[nn.Module] = set()
@@ -139,7 +139,7 @@ class CallBuffers:
         self._replaced = replace_buffers(modules, self.given, spec)
         with_buffers = {path: module for path, module in modules.items() if module._buffers}  # few of them
         own = [(join_path(path, attr), m, attr, x) for path, m in with_buffers.items() for attr, x in m._buffers.items()]
-        self._unset = [(name, module, attr) for name, module, attr, x in own if x is None]
+        self._none_before = [(name, module, attr) for name, module, attr, x in own if x is None]
         for module in with_buffers.values():
             vars(module)["_buffers"] = dict(module._buffers)
         for x in self._replaced.values():
@@ -153,15 +153,14 @@ class CallBuffers:
     def updated(self) -> dict[str, Tensor]:
         """Return the given buffers as they are now, in their own dtypes, and those that were None and that forward has made."""
         given = {name: x for name, x in self._replaced.items() if name in self.given}
-        return self._made() | {
-            name: cast_back(now, x.before, x.used) for name, x in given.items() if (now := x.now) is not None
-        }
+        cast = {name: cast_back(now, x.before, x.used) for name, x in given.items() if (now := x.now) is not None}
+        return self._set_from_none() | cast
 
-    def _made(self) -> dict[str, Tensor]:
-        return {name: x for name, module, attr in self._unset if (x := module._buffers.get(attr)) is not None}
+    def _set_from_none(self) -> dict[str, Tensor]:
+        return {name: x for name, module, attr in self._none_before if (x := module._buffers.get(attr)) is not None}
 
     def changed(self) -> list[str]:
-        """Return the names of what is thrown away: copies that forward has changed, and made buffers that nobody is given."""
+        """Return the names of what is thrown away: copies that forward has changed, and what was None, without ``buffers=``."""
         copied = {name: x for name, x in self._replaced.items() if name not in self.given}
         moved = {
             (x.module, x.attr) for x in copied.values() if x.now is not x.used or (not x.is_given and _torch.version(x.used))
@@ -169,8 +168,8 @@ class CallBuffers:
         # The kernels of BatchNorm do not tell the version of its statistics, but its module counts.
         counted = {module for module, attr in moved if attr == "num_batches_tracked"}
         moved |= {(module, attr) for module in counted for attr in ("running_mean", "running_var")}
-        made = {} if self._returns else self._made()
-        return [*(name for name, x in copied.items() if (x.module, x.attr) in moved), *made]
+        names = [name for name, x in copied.items() if (x.module, x.attr) in moved]
+        return names if self._returns else [*names, *self._set_from_none()]
 
     def registered_again(self) -> dict[str, str]:
         """Return by path a given buffer of each module that forward has registered another tensor for."""

@@ -414,13 +414,13 @@ def optimizer_state_dict(
 
     def describe() -> tuple[list[StateDict], dict[Part, str]]:
         _, texts = summarize(_describe(state, spec), spec, ranks.size)
-        is_known = optimizer_class in ELEMENTWISE_CLASSES  # others have the state that initial= of from_torch gave
-        known = {*from_torch(optimizer_class, **defaults).init({"": torch.zeros(1)})[""]} if is_known else {}
-        for key, name in ((key, min(own.keys() - known)) for key, own in state.items() if is_known and own.keys() - known):
-            raise ValueError(
-                f"unit '{key}' has the state '{name}', and {optimizer_class.__name__} with these options has {sorted(known)}: "
-                "expected the class and options that optim.from_torch was given"
-            )
+        if optimizer_class in ELEMENTWISE_CLASSES:  # others have the state that initial= of from_torch gave
+            known = {*from_torch(optimizer_class, **defaults).init({"": torch.zeros(1)})[""]}
+            for key, name in ((key, name) for key, own in state.items() for name in sorted(own.keys() - known)):
+                raise ValueError(
+                    f"unit '{key}' has the state '{name}', and {optimizer_class.__name__} with these options has "
+                    f"{sorted(known)}: expected the class and options that optim.from_torch was given"
+                )
         given = [{"params": [torch.empty(0)], **group} for group in groups]
         return optimizer_class(given, **defaults).state_dict()["param_groups"], texts
 

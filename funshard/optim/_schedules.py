@@ -108,13 +108,13 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
     Source: ``optax.join_schedules``.
     """
-    if len(boundaries) != len(schedules) - 1 or any(a >= b for a, b in itertools.pairwise([0, *boundaries])):
-        raise ValueError(f"join: expected rising boundaries of all {len(schedules)} schedules but the first, got {boundaries}")
     begins = [0, *boundaries]
+    if len(begins) != len(schedules) or any(a >= b for a, b in itertools.pairwise(begins)):
+        raise ValueError(f"join: expected rising boundaries of all {len(schedules)} schedules but the first, got {boundaries}")
 
     def rate(step: int | Tensor) -> Any:
-        known: Any = step
-        if isinstance(step, Tensor) and (known := read_value(step, 0) if step.device.type == "cpu" else None) is None:
+        known: Any = read_value(step, 0) if isinstance(step, Tensor) and step.device.type == "cpu" else step
+        if isinstance(step, Tensor) and (known is None or known is step):  # recorded, batched, or on a device
             out: Any = math.nan
             for following, begin in zip(schedules, begins, strict=True):
                 value = torch.as_tensor(following((step - begin).clamp(min=0)), dtype=torch.float64)

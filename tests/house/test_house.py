@@ -137,7 +137,7 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 29_424
+    assert sum(lines.values()) <= 29_423
 
 
 def test_tests_stay_within_their_budget() -> None:
